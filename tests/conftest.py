@@ -3,7 +3,9 @@
 import logging
 import os
 import re
+import shutil
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -86,6 +88,8 @@ def serving(base, *arguments):
 
     write_checkpoint(base / "models/checkpoints/sd15.ckpt", "sd15", levels=1)
     write_checkpoint(base / "models/checkpoints/sdxl.ckpt", "sdxl")
+    (base / "custom_nodes").mkdir()
+    shutil.copy(Path(__file__).with_name("models") / "lying_sampler.py", base / "custom_nodes")
     with ComfyServer(base, arguments=arguments) as running:
         offer_files(running)
         yield running

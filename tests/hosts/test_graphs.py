@@ -149,6 +149,16 @@ def base_and_refiner():
     }
 
 
+def sampler_that_lies():
+    """Like Detail Daemon."""
+    graph = turbo()
+    graph["euler"] = node("KSamplerSelect", sampler_name="euler")
+    graph["lying"] = node("LyingSampler", sampler=["euler", 0])
+    graph["sampler"]["inputs"]["sampler"] = ["lying", 0]
+    inputs = {"model": ["loader", 0], "scheduler": "karras", "steps": 3, "denoise": 1.0}
+    return graph | {"sigmas": node("BasicScheduler", **inputs)}
+
+
 def turbo():
     links = {"model": ["loader", 0], "latent_image": ["latent", 0], "sigmas": ["sigmas", 0]}
     links |= {"positive": ["positive", 0], "negative": ["negative", 0], "sampler": ["euler", 0]}
@@ -161,7 +171,7 @@ def turbo():
 
 GRAPHS = [
     *(hires_by_latent, hires_by_model, inpainting, batch_that_splits_and_joins, control_that_ends),
-    *(lora_chain, tiles, base_and_refiner, turbo),
+    *(lora_chain, tiles, base_and_refiner, turbo, sampler_that_lies),
 ]
 
 

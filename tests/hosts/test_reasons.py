@@ -1,5 +1,7 @@
 """Each line on a run that gained nothing says who is in the way, and what to do, as it happens."""
 
+import time
+
 import pytest
 import torch
 from comfy_extras import nodes_hypertile, nodes_tomesd
@@ -9,7 +11,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tome_nodes.comfyui.attachment import attach, last_run
-from tome_nodes.report import counts
 from tome_nodes.report.pages import in_words
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.presets import settings_of
@@ -118,7 +119,7 @@ def test_a_run_of_eight_steps_says_whether_it_helped(
     """The times are of its steps but the last; the first, in which devices warm up, is long."""
     caplog.set_level("INFO", logger="tome_nodes")
     times = iter([sum(seconds[:step]) for step in range(8)])
-    monkeypatch.setattr(counts.time, "perf_counter", lambda: next(times))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(times))
     found = run(models, kind, config, steps=8)
     assert caplog.messages[-1].endswith(f"; {words}")
     lines = in_words(found)

@@ -5,6 +5,7 @@ nothing has to be known about the model, and how many evaluations an answer take
 """
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -28,7 +29,7 @@ from ..forecasting.steps import (
     log_snr,
 )
 from ..patching.schedule import is_active, is_noise_alone
-from ..report.counts import Counts, StepTimes, begin
+from ..report.counts import Counts
 from ..report.gain import gain_of
 from ..report.last_run import LastRun
 from ..settings.config import ToMeConfig
@@ -70,7 +71,7 @@ class ForecastRun:
         self.count = len(self.schedule) - 1
         self.forecasts = Forecasts(config.ratio)
         self._steps_seen = 0
-        self._times: StepTimes = {}
+        self._begun: dict[int, float] = {}
         self._config = config
         self._guider = guider
         self._sampling: Any = guider.model_patcher.get_model_object("model_sampling")
@@ -133,7 +134,7 @@ class ForecastRun:
             counts=counts,
             obstacle=self.reason,
             tuned=tuned,
-            gain=gain_of(counts, self._config, self._times) if counts.forecast_steps else None,
+            gain=gain_of(counts, self._config, self._begun) if counts.forecast_steps else None,
             is_forecast=True,
         )
         return [last]
@@ -142,7 +143,7 @@ class ForecastRun:
         """Wrap the guided answer of a step."""
         # Reading the noise level waits for the GPU.
         x, sigma = args[0], float(args[1].max())
-        begin(self._times, self._done)
+        self._begun.setdefault(self._done, time.perf_counter())
         options = args[2] if len(args) > 2 else kwargs.get("model_options", {})
         step = self._step(sigma, options)
         if step is None:

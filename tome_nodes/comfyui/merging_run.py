@@ -5,7 +5,7 @@ them off again.
 """
 
 import logging
-import re
+import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +22,6 @@ from ..patching.blocks import Observer, PatchedModel, uncompiled
 from ..patching.engine import MakeStrategy
 from ..patching.evaluation import LEAST_SAVED, Run
 from ..patching.schedule import Moment, is_active, is_noise_alone, step_index
-from ..report.counts import StepTimes, begin
 from ..report.last_run import LastRun
 from ..settings.config import ToMeConfig
 from ..tuning.search import Measured
@@ -95,7 +94,7 @@ class MergingRun:
         self._schedule: list[float] = []
         self._from_noise = starts_empty
         self._step = 0
-        self._times: StepTimes = {}
+        self._begun: dict[int, float] = {}
         self._sigma: float | None = None
         self._calls: Counter[Hashable] = Counter()
         self._others: set[str] = set()
@@ -147,7 +146,7 @@ class MergingRun:
                 self._runs[diffusion_model] = self._run_of(model, record, latent, t.device)
             run = self._runs[diffusion_model]
             moment = self._moment(model, sigma, options)
-            begin(self._times, moment.step)
+            self._begun.setdefault(moment.step, time.perf_counter())
         if run is None or isinstance(record, str):
             return denoise()
         grid = record.grid(diffusion_model, shape)
@@ -256,7 +255,7 @@ class MergingRun:
         ``tuned`` is what ToMe Tune measured with these settings, None if it did not choose them.
         """
         last_runs = [
-            report.finish(run, model, tuned, self._times, self._others)
+            report.finish(run, model, tuned, self._begun, self._others)
             for report, run, model in self._reports.values()
         ]
         return [last for last in last_runs if last is not None]
@@ -302,5 +301,5 @@ def _others(options: Mapping[str, Any]) -> set[str]:
 
 def _short(module: str) -> str:
     """The name of the pack that a module is from, or of a module of ComfyUI itself."""
-    pack = re.search(r"custom_nodes[/\\.]([^/\\.]+)", module)
-    return pack[1] if pack else module.rpartition(".")[2]
+    before, _, pack = module.replace("\\", "/").replace(".", "/").rpartition("custom_nodes/")
+    return pack.partition("/")[0] if before else pack.rpartition("/")[2]

@@ -15,7 +15,17 @@ _NAME = "tome_nodes"
 
 
 def note(last_runs: Sequence[LastRun]) -> None:
-    """Log some runs that have ended: at the end of the running node, or now if there is none."""
+    """Log some runs that have ended: at the end of the running node, or now if there is none.
+
+    An error never stops the sampling; it is logged.
+    """
+    try:
+        _note(last_runs)
+    except Exception as error:
+        log.warning("[ToMe] the line of this run is missing: %s: %s", type(error).__name__, error)
+
+
+def _note(last_runs: Sequence[LastRun]) -> None:
     context = get_executing_context()
     try:
         if context is None:

@@ -4,7 +4,7 @@ An error in reporting never stops the sampling.
 """
 
 import logging
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from threading import Lock
 from typing import Any
 
@@ -17,7 +17,7 @@ from ..patching.blocks import Evaluated, Observer
 from ..patching.evaluation import Run
 from ..patching.overrides import Forward
 from ..report import log_line
-from ..report.counts import Counts, StepTimes
+from ..report.counts import Counts
 from ..report.gain import gain_of
 from ..report.last_run import LastRun
 from ..report.recording import Recorder
@@ -75,15 +75,20 @@ class RunReport(Observer):
             self._on_step(log_line.live_line(result, self._counts.total_steps))
 
     def finish(
-        self, run: Run, model: Any, tuned: Measured | None, times: StepTimes, others: Set[str]
+        self,
+        run: Run,
+        model: Any,
+        tuned: Measured | None,
+        begun: Mapping[int, float],
+        others: Set[str],
     ) -> LastRun | None:
         """The record of the run; None if an error, which is logged, prevented it.
 
         ``model`` is the BaseModel of ComfyUI that was evaluated, ``tuned`` as in the record,
-        ``times`` are of the steps of the run, and ``others`` the nodes that may be in the way.
+        ``begun`` says when its steps began, and ``others`` the nodes that may be in the way.
         """
         try:
-            return self._last_run(run, model, tuned, times, others)
+            return self._last_run(run, model, tuned, begun, others)
         except Exception as error:
             _warn("the report of this run is missing", error)
             return None
@@ -93,7 +98,7 @@ class RunReport(Observer):
         run: Run,
         model: Any,
         tuned: Measured | None,
-        times: StepTimes,
+        begun: Mapping[int, float],
         others: Set[str],
     ) -> LastRun:
         counts, engine, patched = self._counts, run.engine, run.model
@@ -101,7 +106,7 @@ class RunReport(Observer):
         gain = None
         if counts.merged:
             gain = gain_of(
-                counts, patched.config, times, patched.saved(self._latent), patched.shallowest
+                counts, patched.config, begun, patched.saved(self._latent), patched.shallowest
             )
         return LastRun(
             model=type(model.model_config).__name__,

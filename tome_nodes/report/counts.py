@@ -1,10 +1,6 @@
 """What one sampling run merged, counted."""
 
-import time
 from collections import Counter, defaultdict
-from collections.abc import Set
-from itertools import pairwise
-from statistics import median
 
 from .. import reasons
 from ..patching.blocks import Evaluated, Observer
@@ -96,27 +92,3 @@ class Counts(Observer):
         if not self._reasons and reasons.ALL_FULL_STEPS in found:
             return reasons.ALL_FULL_STEPS
         return found.most_common(1)[0][0] if found else None
-
-
-StepTimes = dict[int, float]
-"""When the steps of a run began, in seconds, by their numbers from 0.
-
-A host begins a step when the device has done the one before. So the last has no end, and no time.
-"""
-
-
-def begin(times: StepTimes, step: int) -> None:
-    """Note that a step begins, unless it has begun."""
-    if step not in times:
-        times[step] = time.perf_counter()
-
-
-def of_two_kinds(times: StepTimes, steps: Set[int]) -> tuple[float, float] | None:
-    """The median seconds of some steps, and of the others; None if it is not known of both.
-
-    The first step of a run does not count, in which a device warms up.
-    """
-    kinds: tuple[list[float], list[float]] = [], []
-    for (step, begun), (_, ended) in [*pairwise(times.items())][1:]:
-        kinds[step not in steps].append(ended - begun)
-    return (median(kinds[0]), median(kinds[1])) if all(kinds) else None

@@ -1,12 +1,15 @@
 """Whether a run was faster than the unpatched model: from the times of its steps, or its counts."""
 
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
 
 from .. import reasons
 from ..patching.evaluation import LEAST_SAVED
 from ..settings.config import ToMeConfig
 from ..tuning.search import FASTER
-from .counts import Counts, StepTimes, of_two_kinds
+from .counts import Counts
 from .log_line import seconds
 
 
@@ -23,30 +26,44 @@ class Gain:
     is_measured: bool
 
 
+def _medians(begun: Mapping[int, float], steps: Set[int]) -> tuple[float, float] | None:
+    """The median seconds of some steps, and of the others; None if it is not known of both.
+
+    The last step has no end, and the first does not count, in which a device warms up.
+    """
+    kinds: tuple[list[float], list[float]] = [], []
+    for (step, start), (_, end) in [*pairwise(begun.items())][1:]:
+        kinds[step not in steps].append(end - start)
+    return (median(kinds[0]), median(kinds[1])) if all(kinds) else None
+
+
 def gain_of(
     counts: Counts,
     config: ToMeConfig,
-    times: StepTimes,
+    begun: Mapping[int, float],
     saved: float | None = None,
     shallowest: int = 1,
 ) -> Gain:
     """What a run gained in which tokens merged or steps were forecast.
 
+    ``begun`` is when each of its steps began, in seconds, with the device at rest.
     ``saved`` is the share of the multiplications that a merged step saves, None if that is not
     known. For ``shallowest``, see :class:`tome_nodes.report.last_run.LastRun`.
     """
     steps = counts.forecast_steps or counts.shorter_steps
-    kinds = of_two_kinds(times, steps)
-    what = ("with the model", "forecast") if counts.forecast_steps else ("on all tokens", "merged")
+    kinds = _medians(begun, steps)
     if kinds is None:
         words = _expected(counts, config, saved)
     else:
         short, long = kinds
-        each = f"a step took {seconds(long)} {what[0]}, {seconds(short)} {what[1]}"
-        saved = len(steps) * (long - short)
-        share = saved / (long * counts.total_steps) if long else 0
-        is_faster = short * FASTER < long
-        words = f"saved {seconds(saved)} ({share:.0%}): {each}" if is_faster else f"no gain: {each}"
+        what = (
+            "with the model, {} forecast" if counts.forecast_steps else "on all tokens, {} merged"
+        )
+        words = f"a step took {seconds(long)} {what.format(seconds(short))}"
+        if short * FASTER < long:
+            less, total = len(steps) * (long - short), long * counts.total_steps
+            return Gain(f"saved {seconds(less)} ({less / total:.0%}): {words}", True)
+        words = f"no gain: {words}"
     if shallowest > 1 and config.scope == "module" and not config.merge_mlp:
         words += f"; {reasons.LITTLE_ATTENTION}"
     return Gain(words, kinds is not None)
@@ -54,6 +71,8 @@ def gain_of(
 
 def _expected(counts: Counts, config: ToMeConfig, saved: float | None) -> str:
     """What a run is expected to have gained, as far as its counts tell."""
+    if not counts.merged:
+        return "not known"
     if saved is not None:
         expected = "expected, not measured" if saved >= LEAST_SAVED else "no gain expected"
         return f"{expected}: {saved:.0%} fewer multiplications in a merged step"
