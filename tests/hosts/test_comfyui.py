@@ -19,15 +19,16 @@ from tome_nodes.merging.plan import Plan
 from tome_nodes.patching import engine, key_weights
 from tome_nodes.patching.key_weights import Capabilities
 from tome_nodes.patching.schedule import is_active
-from tome_nodes.settings.config import OPTIONS
+from tome_nodes.settings.config import OPTIONS, ToMeConfig
+from tome_nodes.settings.presets import settings_of
 
 IN_EVERY_SCOPE = [*({"attn_tokens": each} for each in ("q,k,v", "k,v")), {"scope": "stack"}]
 
 
-def sample_tiny(model, kind, steps=2):
+def sample_tiny(model, kind, steps=2, **options):
     """Sample with a tiny UNet; that of videos has its frames in the batch."""
     batch = 3 if kind == "svd" else 1
-    return comfyui.sample(model, UNETS[kind], (12, 16), steps=steps, batch=batch)
+    return comfyui.sample(model, UNETS[kind], (12, 16), steps=steps, batch=batch, **options)
 
 
 @pytest.mark.parametrize(
@@ -153,11 +154,23 @@ def test_torch_compile_keeps_one_whole_graph_over_steps_and_runs(
 
 
 @pytest.mark.newest_only
-@pytest.mark.parametrize(("scope", "has_cudnn"), [("module", True), ("stack", False)])
-def test_a_compiled_model_asks_nothing_of_a_gpu(
-    shallow, fresh_compiler, monkeypatch, scope, has_cudnn
+@pytest.mark.parametrize(
+    ("preset", "way", "has_cudnn", "graphs"),
+    [
+        ("balanced", "whole", True, 1),
+        ("paper", "whole", True, 1),
+        # Merged steps before there is detail and with detail, and steps on all tokens.
+        ("fast", "whole", False, 3),
+        ("fast", "blocks", True, 8),
+    ],
+)
+def test_a_compiled_model_asks_nothing_of_a_gpu_and_compiles_nothing_later(
+    shallow, fresh_compiler, monkeypatch, preset, way, has_cudnn, graphs
 ):
-    """The answer is known before, as a question would break the graph."""
+    """What the device can do is known before, as a question would break the graph.
+
+    Compiled whole or block by block, the plain model has one graph, or one for each of 3 blocks.
+    """
 
     def only_before(answer):
         def ask(*arguments):
@@ -176,10 +189,23 @@ def test_a_compiled_model_asks_nothing_of_a_gpu(
         *((cuda, name) for name in ("is_flash_attention_available", "cudnn_sdp_enabled")),
     ):
         monkeypatch.setattr(module, name, only_before(getattr(module, name)))
-    config = merging(strategy="window", scope=scope)
-    expected = sample_tiny(attach(shallow, config), "sd15")
-    model = compiled(attach(shallow, config), backend="eager", fullgraph=True)
-    assert relative_error(sample_tiny(model, "sd15"), expected) < 1e-5
+    # Of 8 steps, the third and the seventh run on all tokens.
+    steps = 8 if preset == "fast" else 3
+    config = ToMeConfig(**settings_of(preset, {}) | {"min_tokens": 1})
+    expected = sample_tiny(attach(shallow, config), "sd15", steps)
+    names = [name for name, _ in shallow.model.named_modules()]
+    blocks = [name for name in names if re.search(r"transformer_blocks\.\d+$", name)]
+    counter, after_steps = CompileCounter(), []
+    options = {"backend": counter, "fullgraph": True}
+    model = compiled(
+        attach(shallow, config), **options, **({"keys": blocks} if way == "blocks" else {})
+    )
+    actual = sample_tiny(
+        model, "sd15", steps, callback=lambda *_: after_steps.append(counter.frame_count)
+    )
+    assert relative_error(actual, expected) < 1e-5
+    assert after_steps[-1] == graphs
+    assert set(after_steps[3:]) <= {graphs}
 
 
 @pytest.mark.newest_only

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not made for this system")
 
 from common import DEVICE, relative_error
-from host import merging, sample
+from host import keys_only, merging, sample
 from models import comfyui
 
 from benchmarks.speed.measure import Operators
@@ -18,6 +18,8 @@ from tome_nodes.comfyui.models.unet import weigh_keys
 from tome_nodes.ops import triton as kernels
 from tome_nodes.ops.triton.merging import merge_kernel
 from tome_nodes.patching.key_weights import Capabilities, KeyWeights
+from tome_nodes.settings.config import ToMeConfig
+from tome_nodes.settings.presets import PRESETS, settings_of
 
 pytestmark = pytest.mark.newest_only
 
@@ -92,17 +94,34 @@ def test_launches_per_merged_block(shallow, scope, merges):
     assert more == merges * len(["match", "merge", "unmerge"]) + per_step
 
 
-def test_torch_compile_keeps_one_graph_with_kernels(shallow, fresh_compiler):
+@pytest.mark.parametrize("preset", PRESETS)
+def test_torch_compile_keeps_one_graph_with_kernels(shallow, fresh_compiler, preset):
+    config = ToMeConfig(**settings_of(preset, {"backend": "triton"}) | {"min_tokens": 1})
+    expected = sample_small(attach(shallow, config), 2)
+    compiled, graphs = in_one_graph(attach(shallow, config))
+    assert relative_error(sample_small(compiled, 2), expected) < 1e-5
+    assert graphs.frame_count == 1
+
+
+def test_torch_compile_keeps_one_graph_of_a_transformer_with_kernels(models, fresh_compiler):
+    def sample_flux(model):
+        return comfyui.sample(model, comfyui.TINY["flux"], (4, 8))
+
+    config = keys_only(backend="triton")
+    expected = sample_flux(attach(models("flux"), config))
+    compiled, graphs = in_one_graph(attach(models("flux"), config))
+    assert relative_error(sample_flux(compiled), expected) < 1e-5
+    assert graphs.frame_count == 1
+
+
+def in_one_graph(model):
+    """The model, to be compiled without a break, and the counter of its graphs."""
     from comfy_api.torch_helpers import set_torch_compile_wrapper
     from torch._dynamo.testing import CompileCounter
 
-    config = merging(strategy="window", scope="stack", backend="triton")
-    expected = sample_small(attach(shallow, config), 2)
-    compiled = attach(shallow, config)
     graphs = CompileCounter()
-    set_torch_compile_wrapper(compiled, backend=graphs, fullgraph=True)
-    assert relative_error(sample_small(compiled, 2), expected) < 1e-5
-    assert graphs.frame_count == 1
+    set_torch_compile_wrapper(model, backend=graphs, fullgraph=True)
+    return model, graphs
 
 
 def test_a_kernel_that_fails_gives_way_to_torch_before_the_run(

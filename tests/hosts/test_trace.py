@@ -1,4 +1,4 @@
-"""How much of the pack a sampling step passes through: what a reader of it has to read."""
+"""How much of the pack a sampling step passes through: what a reader and a CPU have to read."""
 
 import sys
 from pathlib import Path
@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 from comfy.patcher_extension import WrappersMP
 from host import sample
-from models.comfyui import TINY
+from models.checkpoints import unet_settings
+from models.comfyui import TINY, UNETS, build_class
 from models.comfyui import sample as sample_transformer
 
 import tome_nodes
-from tome_nodes.comfyui.attachment import attach
+from tome_nodes.comfyui.attachment import attach, last_run
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.presets import PRESET, settings_of
 
@@ -49,6 +50,33 @@ class Trace:
                 self.types.add(type(frame.f_locals["self"]).__name__)
 
 
+class Calls:
+    """How many functions of Python and of C a run calls in the last four of eight steps.
+
+    The first cycle of four steps prepares what later ones use.
+    """
+
+    def __init__(self, model, tiny, size):
+        self.in_a_cycle, self._steps = 0, 0
+        clone = model.clone()
+        clone.wrappers.setdefault(WrappersMP.PREDICT_NOISE, {})["calls"] = [self._step]
+        sample_transformer(clone, tiny, size, steps=8)
+
+    def _step(self, executor, *args, **kwargs):
+        self._steps += 1
+        if self._steps <= 4:
+            return executor(*args, **kwargs)
+        before = sys.getprofile()
+        sys.setprofile(self._call)
+        try:
+            return executor(*args, **kwargs)
+        finally:
+            sys.setprofile(before)
+
+    def _call(self, frame, event, argument):
+        self.in_a_cycle += event in ("call", "c_call")
+
+
 def patched(model):
     settings = settings_of(PRESET.default, {}) | {"min_tokens": 1}
     return attach(model, ToMeConfig(**settings))
@@ -68,3 +96,25 @@ def test_a_forecast_passes_6_files(models, kind):
     sample_transformer(trace.following(patched(models(kind))), TINY[kind], steps=8)
     assert "Forecasts" in trace.types
     assert len(trace.files) <= 6, sorted(trace.files)
+
+
+@pytest.mark.newest_only
+def test_a_merged_block_adds_few_calls():
+    """In a UNet with as many blocks as SDXL, and few channels.
+
+    A step of preset fast is the mean of a cycle, of which one step runs on all tokens.
+    """
+    settings = unet_settings(
+        **{"depths": (0, 2, 10), "residuals": 2, "transformer_depth_middle": 10},
+        **{"model_channels": 32, "channel_mult": (1, 2, 4), "context_dim": 32},
+        **{"use_linear_in_transformer": True, "num_head_channels": 64},
+        **{"num_classes": "sequential", "adm_in_channels": 32 + 6 * 256},
+    )
+    model, run = build_class("SDXL", settings), (UNETS["sdxl"], (16, 16))
+    plain = Calls(model, *run).in_a_cycle
+    for preset, blocks, most in (("balanced", 10, 120), ("fast", 70, 90)):
+        config = ToMeConfig(**settings_of(preset, {}) | {"min_tokens": 16, "backend": "torch"})
+        merging = attach(model, config)
+        added = Calls(merging, *run).in_a_cycle - plain
+        assert last_run(merging).counts.merged_blocks == blocks
+        assert added / 4 / blocks <= most
