@@ -199,7 +199,8 @@ class ToMeConfig:
         False,
         text="In a transformer, skip the model in some steps, as many as ratio says, and forecast "
         "its output there from its last two. Nothing merges then.",
-        more="In a UNet, it has an effect only under preset balanced. A run needs at least four steps, an edit six. The first two steps and the last "
+        more="In a UNet, it has an effect only under preset balanced. "
+        "A run needs at least four steps, an edit six. The first two steps and the last "
         "always run; in runs of 8 steps or more, the third too. At a ratio of 0.6, one of 4 steps "
         "is forecast, two of 8 and ten of 20. In runs of fewer than 16 steps whose first two "
         "outputs hardly differ, as in second passes and many edits, forecasts begin with the third "
