@@ -10,6 +10,8 @@ from models.comfyui import TINY, UNETS, sample
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tome_nodes import reasons
+from tome_nodes.comfyui import merging_run
 from tome_nodes.comfyui.attachment import attach, last_run
 from tome_nodes.report.pages import in_words
 from tome_nodes.settings.config import ToMeConfig
@@ -86,6 +88,16 @@ def test_a_line_says_who_is_in_the_way_and_what_to_do(
     run(models, kind, config, **options)
     (line,) = (record.getMessage() for record in caplog.records if record.name == "tome_nodes")
     assert who in line and what_to_do in line.partition(who)[2]
+
+
+@pytest.mark.parametrize(("idle", "waits"), [([True, True, False], True), ([False] * 3, False)])
+def test_a_gpu_that_waits_for_its_cpu_is_named(models, caplog, monkeypatch, idle, waits):
+    """No GPU is there, so what it would say stands in."""
+    caplog.set_level("INFO", logger="tome_nodes")
+    monkeypatch.setattr(merging_run, "GPUS", {"cpu", "cuda"})
+    monkeypatch.setattr(merging_run, "has_nothing_to_do", lambda device: idle.pop())
+    run(models, "sd15", merging(), steps=3)
+    assert not idle and (reasons.GPU_WAITS in caplog.messages[-1]) == waits
 
 
 @pytest.mark.parametrize(

@@ -199,8 +199,11 @@ class _Attachment:
             self.on_step,
             self.wants_details is not None and self.wants_details(),
         )
+        given = {name: _argument(name, args, kwargs) for name in _ARGUMENTS}
+        given["callback"] = run.watching(given["callback"])
+        others = {name: value for name, value in kwargs.items() if name not in given}
         with self._kept() as keep, run.installed(executor.class_obj.model_options):
-            result = executor(*args, **kwargs)
+            result = executor(*given.values(), *args[len(given) :], **others)
             keep(run)
         return result
 

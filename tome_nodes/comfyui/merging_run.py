@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from .. import reasons
 from ..merging.plan import Grid
+from ..ops.clock import has_nothing_to_do
 from ..patching.blocks import Observer, PatchedModel, uncompiled
 from ..patching.engine import MakeStrategy
 from ..patching.evaluation import LEAST_SAVED, Run
@@ -33,6 +34,9 @@ from .run_report import RunReport
 
 KEY = "tome_nodes"
 """The transformer option with the run that an evaluation belongs to."""
+
+GPUS = frozenset({"cuda"})
+"""Devices that work on while the host goes on."""
 
 # Not ``__name__``: ComfyUI names the package after its folder.
 log = logging.getLogger("tome_nodes")
@@ -95,6 +99,8 @@ class MergingRun:
         self._from_noise = starts_empty
         self._step = 0
         self._begun: dict[int, float] = {}
+        self._gpu: torch.device | None = None
+        self._waits: list[bool] = []
         self._sigma: float | None = None
         self._calls: Counter[Hashable] = Counter()
         self._others: set[str] = set()
@@ -111,6 +117,19 @@ class MergingRun:
         options[KEY] = self
         with comfy_compiler.switched_off(options):
             yield
+
+    def watching(self, callback: Callable[..., Any] | None) -> Callable[..., Any]:
+        """The callback of the sampler, which calls it in every step, after the model's answer.
+
+        A GPU that is done by then waits for the host, which has queued its work one by one.
+        """
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if self._gpu is not None:
+                self._waits.append(has_nothing_to_do(self._gpu))
+            return None if callback is None else callback(*args, **kwargs)
+
+        return watched
 
     def evaluate(
         self,
@@ -144,6 +163,7 @@ class MergingRun:
             if diffusion_model not in self._runs:
                 latent = Grid(*shape[-2:])
                 self._runs[diffusion_model] = self._run_of(model, record, latent, t.device)
+            self._gpu = t.device if t.device.type in GPUS else None
             run = self._runs[diffusion_model]
             moment = self._moment(model, sigma, options)
             self._begun.setdefault(moment.step, time.perf_counter())
@@ -249,13 +269,18 @@ class MergingRun:
         calls = self._calls[network, composition] = self._calls[network, composition] + 1
         return composition, calls
 
+    @property
+    def _gpu_waited(self) -> bool:
+        """Whether the GPU waited for the host in most steps."""
+        return sum(self._waits) > len(self._waits) / 2
+
     def finish(self, tuned: Measured | None) -> list[LastRun]:
         """The records of the run, one for each class of model; none if nothing was evaluated.
 
         ``tuned`` is what ToMe Tune measured with these settings, None if it did not choose them.
         """
         last_runs = [
-            report.finish(run, model, tuned, self._begun, self._others)
+            report.finish(run, model, tuned, self._begun, self._others, self._gpu_waited)
             for report, run, model in self._reports.values()
         ]
         return [last for last in last_runs if last is not None]

@@ -81,14 +81,16 @@ class RunReport(Observer):
         tuned: Measured | None,
         begun: Mapping[int, float],
         others: Set[str],
+        gpu_waited: bool,
     ) -> LastRun | None:
         """The record of the run; None if an error, which is logged, prevented it.
 
         ``model`` is the BaseModel of ComfyUI that was evaluated, ``tuned`` as in the record,
-        ``begun`` says when its steps began, and ``others`` the nodes that may be in the way.
+        ``begun`` says when its steps began, ``others`` are the nodes that may be in the way, and
+        ``gpu_waited`` is whether the GPU waited for the host in most steps.
         """
         try:
-            return self._last_run(run, model, tuned, begun, others)
+            return self._last_run(run, model, tuned, begun, others, gpu_waited)
         except Exception as error:
             _warn("the report of this run is missing", error)
             return None
@@ -100,14 +102,14 @@ class RunReport(Observer):
         tuned: Measured | None,
         begun: Mapping[int, float],
         others: Set[str],
+        gpu_waited: bool,
     ) -> LastRun:
         counts, engine, patched = self._counts, run.engine, run.model
         obstacle = log_line.obstacle(counts, patched.max_downsample, patched.shallowest)
         gain = None
         if counts.merged:
-            gain = gain_of(
-                counts, patched.config, begun, patched.saved(self._latent), patched.shallowest
-            )
+            saved = patched.saved(self._latent)
+            gain = gain_of(counts, patched.config, begun, saved, patched.shallowest, gpu_waited)
         return LastRun(
             model=type(model.model_config).__name__,
             config=patched.config,

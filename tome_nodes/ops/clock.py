@@ -6,6 +6,11 @@ from typing import Any
 import torch
 
 
+def has_nothing_to_do(device: torch.device) -> bool:
+    """Whether a GPU (CUDA or ROCm) has finished all queued work."""
+    return torch.cuda.current_stream(device).query()
+
+
 class Clock:
     """Measures time on a device without making it wait.
 

@@ -257,15 +257,19 @@ class PatchedModel:
         self._levels = sorted(levels)
         self.least_in_full_steps = config.min_tokens or LEAST_IN_FULL_STEPS
         self._overrides: dict[tuple[int, int], Overrides] = {}
+        self._deepest: dict[Grid, int] = {}
         self._saved: dict[Grid, float] = {}
+        self._saved_by_preset: dict[Grid, float | None] = {}
         self.evaluation: Evaluation | None = None
 
     def deepest(self, latent: Grid) -> int:
         """How many times smaller than a latent the smallest grid that merges is."""
         if self.config.growth == 0:
             return self.max_downsample
-        large = [level for level in self._levels if latent.downsampled(level).tokens >= LARGE]
-        return max([self.max_downsample, *large])
+        if latent not in self._deepest:
+            large = [level for level in self._levels if latent.downsampled(level).tokens >= LARGE]
+            self._deepest[latent] = max([self.max_downsample, *large])
+        return self._deepest[latent]
 
     def saved(self, latent: Grid) -> float | None:
         """The share of an evaluation's work that merging saves; None if that is not known."""
@@ -282,8 +286,10 @@ class PatchedModel:
 
         Stacks always save enough, and what is set by hand is followed.
         """
-        is_preset = self.config.growth > 0 and self.config.scope == "module"
-        return self.saved(latent) if is_preset else None
+        if latent not in self._saved_by_preset:
+            is_preset = self.config.growth > 0 and self.config.scope == "module"
+            self._saved_by_preset[latent] = self.saved(latent) if is_preset else None
+        return self._saved_by_preset[latent]
 
     @cached_property
     def _work(self) -> Work | None:

@@ -43,12 +43,14 @@ def gain_of(
     begun: Mapping[int, float],
     saved: float | None = None,
     shallowest: int = 1,
+    gpu_waited: bool = False,
 ) -> Gain:
     """What a run gained in which tokens merged or steps were forecast.
 
     ``begun`` is when each of its steps began, in seconds, with the device at rest.
     ``saved`` is the share of the multiplications that a merged step saves, None if that is not
-    known. For ``shallowest``, see :class:`tome_nodes.report.last_run.LastRun`.
+    known. ``gpu_waited`` is whether the GPU waited for its CPU. For ``shallowest``, see
+    :class:`tome_nodes.report.last_run.LastRun`.
     """
     steps = counts.forecast_steps or counts.shorter_steps
     kinds = _medians(begun, steps)
@@ -64,6 +66,8 @@ def gain_of(
             less, total = len(steps) * (long - short), long * counts.total_steps
             return Gain(f"saved {seconds(less)} ({less / total:.0%}): {words}", True)
         words = f"no gain: {words}"
+    if gpu_waited:
+        words += f"; {reasons.GPU_WAITS}"
     if shallowest > 1 and config.scope == "module" and not config.merge_mlp:
         words += f"; {reasons.LITTLE_ATTENTION}"
     return Gain(words, kinds is not None)
