@@ -417,7 +417,8 @@ def test_steps_aside_where_another_node_changes_attention(
     theirs = sd15.clone()
     patch(theirs)
     assert torch.equal(sample(attach(theirs, merging(**settings))), sample(theirs))
-    assert log_messages() == [f"[ToMe] nothing merged: {reason}"]
+    named = reasons.named(reason, ["test_comfyui"])
+    assert log_messages() == [f"[ToMe] nothing merged: {named}"]
 
 
 def test_other_patches_see_every_token_and_may_add_keys(sd15):
