@@ -64,7 +64,7 @@ def is_unpatched(options: Mapping[str, Any]) -> bool:
 
 
 def _has_block_patches(options: Mapping[str, Any]) -> bool:
-    patches = options.get("patches")
+    patches: Any = options.get("patches")
     return bool(patches) and any(patches.get(name) for name in _BLOCK_PATCHES)
 
 
