@@ -7,14 +7,14 @@ import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
 from common import ALL_MODULES, Shuffle, input_lengths, relative_error
-from host import merging, needs, no_free_memory, overridden, sample
+from host import merging, needs, no_free_memory, overridden, sample, with_override
 from models import comfyui
 from models.comfyui import KINDS, UNETS
 from safetensors.torch import load_file
 from torch._dynamo.testing import CompileCounter
 
 from tome_nodes import reasons
-from tome_nodes.comfyui.attachment import attach, detach
+from tome_nodes.comfyui.attachment import attach, detach, last_run
 from tome_nodes.merging.plan import Plan
 from tome_nodes.patching import engine, key_weights
 from tome_nodes.patching.key_weights import Capabilities
@@ -229,6 +229,39 @@ def test_what_is_kept_over_steps_is_not_in_the_memory_of_a_graph(shallow, fresh_
     assert relative_error(expected, sample_tiny(shallow, "sd15", steps=8)) > 1e-3
     model = compiled(attach(shallow, config), backend=in_one_pool)
     assert relative_error(sample_tiny(model, "sd15", steps=8), expected) < 1e-5
+
+
+@pytest.mark.parametrize(("text", "has_override"), [(20, True), (96, False)])
+def test_blocks_that_run_untouched_weigh_keys_as_blocks_that_are_followed(
+    models, text, has_override
+):
+    """A prompt may have as many tokens as there are slots; its attention weighs nothing."""
+    tiny, model, seen = UNETS["sdxl"], models("sdxl"), []
+
+    def theirs(func, q, k, v, heads, mask=None, **kwargs):
+        seen.append(mask is not None)
+        return func(q, k, v, heads, mask=mask, **kwargs)
+
+    if has_override:
+        model = with_override(model, theirs)
+    prompts = [comfyui.conditioning(tiny, seed, text) for seed in (5, 6)]
+    # At the first level that has blocks, 192 tokens.
+    options = {"size": (24, 32), "steps": 5, "prompts": prompts}
+    config = merging(strategy="window", scope="stack", refresh_steps=2, max_downsample=2)
+    untouched, followed = (
+        attach(model, config, wants_details=lambda wanted=wanted: wanted)
+        for wanted in (False, True)
+    )
+    expected = comfyui.sample(followed, tiny, **options)
+    masks = [*seen]
+    seen.clear()
+    assert torch.equal(comfyui.sample(untouched, tiny, **options), expected)
+    counts = [last_run(each).counts for each in (untouched, followed)]
+    assert counts[0].merged == counts[1].merged
+    assert counts[0].unweighted_reasons == counts[1].unweighted_reasons
+    (merged,) = counts[0].merged.values()
+    assert [*merged.values()] == [{96}] * 3
+    assert masks == seen and any(masks) == has_override
 
 
 def test_patching_again_replaces_the_settings_and_keeps_the_wrappers_of_others(sd15):

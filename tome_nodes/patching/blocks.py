@@ -66,19 +66,6 @@ class Outcome:
         """Note that something ran on the slots of ``plan`` instead of on ``tokens`` tokens."""
         self.before, self.plan = tokens, plan
 
-    def of(self, block: str) -> "Outcome":
-        """The same outcome of another block."""
-        return Outcome(
-            block,
-            self.before,
-            self.plan,
-            self.grid,
-            self.reason,
-            self.unweighted_reason,
-            self.module_scope_reason,
-            self.has_run,
-        )
-
     @property
     def after(self) -> int:
         """The number of tokens on which the block, or the last of its merging modules, ran."""
@@ -330,7 +317,7 @@ class PatchedModel:
                 of_first = outcome
             elif evaluation.has_whole_stacks and block.runs_as_one_stack and of_first is not None:
                 # The blocks of its stack did the same.
-                outcome = of_first.of(block.name)
+                outcome = Outcome(**{**vars(of_first), "block": block.name})
             if outcome.has_run:
                 outcomes.append(outcome)
         for outcome in outcomes:

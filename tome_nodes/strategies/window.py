@@ -157,34 +157,19 @@ def match_windows(
     return _match_pieces(features, _pieces(features, src, dst), quota, ops)
 
 
-class _Piece(NamedTuple):
-    """Windows that are matched at once.
-
-    Attributes:
-        src: ``[batch, windows, candidates]`` token indices.
-        dst: ``[batch, windows, kept]`` token indices.
-        src_rows: ``[batch * windows * candidates]``, the same numbered over the whole batch.
-        dst_rows: ``[batch * windows * kept]``, the same numbered over the whole batch.
-    """
-
-    src: Tensor
-    dst: Tensor
-    src_rows: Tensor
-    dst_rows: Tensor
-
-
 class _Pieces(NamedTuple):
     """All windows of a map.
 
     Attributes:
         windows: how many there are.
         tokens: ``[batch, tokens]``, the number of each token.
-        pieces: the windows in pieces.
+        pieces: of the windows that are matched at once, src and dst, ``[batch, windows, ...]``, and
+            both in one dimension, numbered over the whole batch.
     """
 
     windows: int
     tokens: Tensor
-    pieces: list[_Piece]
+    pieces: list[tuple[Tensor, Tensor, Tensor, Tensor]]
 
 
 def _pieces(features: Tensor, src: Tensor, dst: Tensor) -> _Pieces:
@@ -199,7 +184,7 @@ def _pieces(features: Tensor, src: Tensor, dst: Tensor) -> _Pieces:
     for begin in range(0, windows, at_once):
         own_src, own_dst = src[begin : begin + at_once], dst[begin : begin + at_once]
         rows = (first + own_src).flatten(), (first + own_dst).flatten()
-        pieces.append(_Piece(own_src.expand(batch, -1, -1), own_dst.expand(batch, -1, -1), *rows))
+        pieces.append((own_src.expand(batch, -1, -1), own_dst.expand(batch, -1, -1), *rows))
     return _Pieces(windows, every[:1].expand(batch, -1), pieces)
 
 

@@ -59,8 +59,8 @@ def is_unpatched(options: Mapping[str, Any]) -> bool:
 
 
 def _has_block_patches(options: Mapping[str, Any]) -> bool:
-    patches = options.get("patches") or {}
-    return any(patches.get(name) for name in _BLOCK_PATCHES)
+    patches: Any = options.get("patches")
+    return bool(patches) and any(patches.get(name) for name in _BLOCK_PATCHES)
 
 
 def _changed_part(block: Any) -> str | None:
