@@ -24,7 +24,7 @@ def files(server):
         file.parent.mkdir(exist_ok=True)
         torch.save(weights, file)
 
-    settings = checkpoints._unet(checkpoints._FAMILIES["sd15"], 1, False)
+    settings = checkpoints.unet_of("sd15", 1, full_width=False)
     del settings["out_channels"]
     layout = checkpoints._layout("", lambda: ControlNet(**settings, hint_channels=3))
     save(checkpoints._random_weights(layout), "controlnet", "control.pth")
@@ -169,6 +169,9 @@ def turbo():
     }
 
 
+ANY_SIZE = {"preset": "custom", "strategy": "window", "min_tokens": 1}
+"""Settings that merge pictures as small as these."""
+
 GRAPHS = [
     *(hires_by_latent, hires_by_model, inpainting, batch_that_splits_and_joins, control_that_ends),
     *(lora_chain, tiles, base_and_refiner, turbo, sampler_that_lies),
@@ -193,13 +196,15 @@ def patched(graph, place, **inputs):
 @pytest.mark.parametrize("graph_of", GRAPHS)
 def test_the_node_works_in_each_place_of_graphs_that_people_share(server, files, graph_of):
     first = sampler(["latent", 0])
-    graph = txt2img(nodes={"sampler": first}) | graph_of()
+    graph = txt2img(nodes={"sampler": first}, side=128) | graph_of()
     samplers = [name for name, each in graph.items() if "latent_image" in each["inputs"]]
     plain = saved_pixels(server, server.run(graph))
     assert saved_pixels(server, server.run(patched(graph, "first", ratio=0.0))) == plain
     for place in "first", "last":
         read = len(server.log)
-        merged = saved_pixels(server, server.run(patched(graph, place, seed=len(place))))
+        merged = saved_pixels(
+            server, server.run(patched(graph, place, seed=len(place), **ANY_SIZE))
+        )
         assert merged != plain and len(merged) == len(plain)
         lines = re.findall(r"\[ToMe\] (.*)", server.log[read:])
         count = "3 runs: " if graph_of is tiles else ""
@@ -208,7 +213,9 @@ def test_the_node_works_in_each_place_of_graphs_that_people_share(server, files,
 
 
 def trained(checkpointing, **inputs):
-    graph = txt2img(nodes={"tome": patch(**inputs), "picture": picture(), "encoded": encoded()})
+    graph = txt2img(
+        side=128, nodes={"tome": patch(**inputs), "picture": picture(), "encoded": encoded()}
+    )
     train = node(
         "TrainLoraNode",
         **{"model": ["tome", 0], "latents": ["encoded", 0], "positive": ["positive", 0]},
@@ -231,7 +238,7 @@ def test_a_patched_model_is_trained_and_unmerged_where_gradients_need_it_to_run_
 
     plain, log = losses(checkpointing=True, ratio=0.0)
     assert f"ToMePatchModel (node tome): {reasons.OFF}" in log
-    found, log = losses(checkpointing=True, preset="fast")
+    found, log = losses(checkpointing=True, scope="stack", **ANY_SIZE)
     assert found == plain and f"nothing merged: {reasons.RECOMPUTED}" in log
-    found, log = losses(checkpointing=False, preset="fast")
+    found, log = losses(checkpointing=False, scope="stack", **ANY_SIZE)
     assert found != plain and "TrainLoraNode (node train): merged 6/6 blocks" in log
