@@ -138,7 +138,7 @@ def _measure(record: Record, case: Run) -> dict[str, Any]:
     dtype = torch.bfloat16 if record.device.type == "cuda" else torch.float32
     plain = _load(MODELS[case.model], case.layers, dtype)
     settings = settings_of("balanced", {})
-    merging = settings | {"forecast": False}
+    merging = settings | {"forecast": False, "min_tokens": 1}
     patched = {
         "the defaults": settings,
         "keys 0.6": merging,

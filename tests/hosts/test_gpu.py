@@ -65,10 +65,13 @@ def test_unets_are_measured(tmp_path):
     result = dry_run(2, tmp_path)
     assert set(result["checks"]["sd15"].values()) == {"right"}
     (first,) = result["runs"]
-    assert first["methods"].keys() == {"unpatched", *unets.ONE_EVALUATION, "preset fast"}
+    assert first["methods"].keys() == {
+        *("unpatched", "HyperTile", "preset fast"),
+        *unets.ONE_EVALUATION,
+    }
     for row in first["methods"].values():
         assert row["seconds"][0] > 0 and row["peak_bytes"] > 0 and row["launches"] > 0
-    assert first["methods"]["preset balanced"]["merged"] == "6/6"
+    assert first["methods"]["ours window attn"]["merged"] == "6/6"
     assert "| sd15, 128x128 " in report.page({2: result})
 
 

@@ -124,9 +124,9 @@ def test_each_report_is_about_the_run_and_the_patch_it_is_connected_to(shown):
     assert "Steps: merged in 2 of 2" in texts["report"]
     assert "Steps: merged in 3 of 3" in texts["second_report"]
     for name in "same_report", "same_keep":
-        assert "256 -> 128 tokens" in texts[name]
+        assert "1024 -> 512 tokens" in texts[name]
     for name in "less_report", "less_keep":
-        assert "256 -> 192 tokens" in texts[name]
+        assert "1024 -> 768 tokens" in texts[name]
     assert all("Time: " in text for text in texts.values())
     told_on = {line["data"]["node"] for line in lines}
     assert told_on == {"tome", "same", "least"}
@@ -142,7 +142,7 @@ def test_a_line_on_the_patch_node_shows_each_step_once(server):
     graph["report"]["inputs"]["model"] = graph["sampler"]["inputs"]["model"] = ["4:7", 0]
     server.run(graph, on_event=lambda e: lines.append(e["data"]) if e["type"] == TEXT else None)
     assert lines == [
-        {"node": "4:7", "text": f"6/6 blocks, 256→128 tokens, step {step}/3"} for step in (1, 2, 3)
+        {"node": "4:7", "text": f"6/6 blocks, 1024→512 tokens, step {step}/3"} for step in (1, 2, 3)
     ]
 
 
@@ -150,7 +150,7 @@ TUNED = ["tune", 0]
 SETTINGS = ["tune", 3]
 
 
-def with_tune(nodes=None, model=TUNED, side=128, seed=1, **inputs):
+def with_tune(nodes=None, model=TUNED, side=256, seed=1, **inputs):
     added = {
         "tune": tune(PLAIN, seed=seed, **{"steps": 2, "cfg": 5.0, "scheduler": "normal"}, **inputs),
         "settings": node("PreviewAny", source=SETTINGS),

@@ -4,6 +4,7 @@ What the first leaves alive is the host's; so is an error that it raises, too.
 """
 
 import logging
+import re
 import tempfile
 import weakref
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,7 @@ import comfy.model_management
 import folder_paths
 import torch
 from comfy_execution.graph import DynamicPrompt
-from comfy_execution.progress import reset_progress_state
+from comfy_execution.progress import get_progress_state, reset_progress_state
 from comfy_execution.utils import CurrentNodeContext
 from torch import Tensor, nn
 
@@ -83,13 +84,13 @@ class Runs:
             except FailedError as error:
                 verdict.failures.append(str(error))
         for fact in "merged", "forecast":
-            if any(f"[ToMe] {fact}" in line for _, line in log):
+            if any(re.match(rf"\[ToMe\] (.*: )?{fact} ", line) for _, line in log):
                 verdict.facts.add(fact)
         # That nothing was done is a warning, but no error.
         verdict.failures += [
             f"warned: {line}"
             for level, line in log
-            if level >= logging.WARNING and not line.startswith("[ToMe] nothing ")
+            if level >= logging.WARNING and not re.match(r"\[ToMe\] (.*: )?nothing ", line)
         ]
         del expected
         if left := self._left_alive(name):
@@ -145,6 +146,8 @@ class Runs:
                     # Some of the other nodes take random numbers from it.
                     torch.manual_seed(draw.sampling.get("seed", 1))
                     latent = model.sample(prepared, draw)
+                # The log has a line of a node once it is done.
+                get_progress_state().finish_progress("sampler")
                 if draw.report is not None and merging is not None:
                     with CurrentNodeContext(_PROMPT, "report"):
                         image = torch.full((len(latent), 64, 64, 3), 0.5)

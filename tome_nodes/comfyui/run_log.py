@@ -27,18 +27,14 @@ def note(last_runs: Sequence[LastRun]) -> None:
 
 def _note(last_runs: Sequence[LastRun]) -> None:
     context = get_executing_context()
-    try:
-        if context is None:
-            for last in last_runs:
-                last.log()
-            return
-        handlers = get_progress_state().handlers
-        handler = handlers.setdefault(_NAME, _Runs(_NAME))
+    if context is None:
         for last in last_runs:
-            handler.add(context.node_id, last)
-    except Exception as error:
-        # A picture is worth more than its log line.
-        log.warning("[ToMe] the log line of a run is missing: %s: %s", type(error).__name__, error)
+            last.log()
+        return
+    handlers = get_progress_state().handlers
+    handler = handlers.setdefault(_NAME, _Runs(_NAME))
+    for last in last_runs:
+        handler.add(context.node_id, last)
 
 
 def say(text: str) -> None:

@@ -84,7 +84,8 @@ class Overrides:
         for placed in self._placed:
             attributes, name = placed.attributes, placed.name
             # A call of dict.get takes longer, and SDXL has hundreds of these, too.
-            if (attributes[name] if name in attributes else None) is not placed.before:  # noqa: SIM401
+            now = attributes[name] if name in attributes else None  # noqa: SIM401
+            if now is not placed.before:
                 return False
             if [*placed.children.values()] != placed.children_before:
                 return False
