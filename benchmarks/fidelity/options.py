@@ -55,12 +55,9 @@ class Option:
 
 def of_unet(steps: int) -> list[Option]:
     """Options on a UNet in place of a run of that many steps."""
-    tile = {"tile_size": 256, "swap_size": 2, "max_depth": 0, "scale_depth": False}
     return [
         *_without_merging(steps),
-        Option(page.TOMESD, page.MERGING, ours(TomesdStrategy, **ONCE)),
-        Option("core q 0.5", page.MERGING, node(TomePatchModel, ratio=0.5)),
-        Option("HyperTile", page.MERGING, node(HyperTile, **tile)),
+        *_peers_on_unets(),
         Option("q,k,v 0.5", page.MERGING, ours()),
         Option("clusters 0.5", page.MERGING, ours(strategy="cluster")),
         Option("clusters 0.5 from 0.6", page.MERGING, ours(strategy="cluster", start_percent=0.6)),
@@ -77,7 +74,6 @@ def of_unet(steps: int) -> list[Option]:
 
 def of_high_resolution(steps: int) -> list[Option]:
     """Options on a UNet in place of a second pass of that many steps at high resolution."""
-    tile = {"tile_size": 256, "swap_size": 2, "max_depth": 0, "scale_depth": False}
     # Its default end, 0.35, is before a second pass begins.
     shrink = {"downscale_factor": 2.0, "start_percent": 0.0, "end_percent": 0.75}
     methods = {"downscale_method": "bicubic", "upscale_method": "bicubic"}
@@ -86,11 +82,9 @@ def of_high_resolution(steps: int) -> list[Option]:
     )
     return [
         *(Option(f"{fewer} steps", page.STEPS, steps=fewer) for fewer in FEWER[steps][1:4]),
-        Option(page.TOMESD, page.MERGING, ours(TomesdStrategy, **ONCE)),
-        Option("core q 0.5", page.MERGING, node(TomePatchModel, ratio=0.5)),
-        Option(page.TODO, page.MERGING, ours(ToDoStrategy, ratio=0.75, attn_tokens="k,v", **ONCE)),
+        *_peers_on_unets(),
+        _todo(),
         _keys(page.KEYS75, 0.75),
-        Option("HyperTile", page.MERGING, node(HyperTile, **tile)),
         Option("Deep Shrink to 0.75", page.SIZE, deep_shrink),
         *_presets({"balanced": (0.6, 0.75), "fast": (0.6,)}),
     ]
@@ -138,11 +132,26 @@ def _caches(name: str, cache: Callable[[float], Patch]) -> list[Option]:
     return [Option(f"{name} {each:g}", page.CACHE, cache(each)) for each in _THRESHOLDS]
 
 
+def _peers_on_unets() -> list[Option]:
+    """What others have published for UNets."""
+    tile = {"tile_size": 256, "swap_size": 2, "max_depth": 0, "scale_depth": False}
+    return [
+        Option(page.TOMESD, page.MERGING, ours(TomesdStrategy, **ONCE)),
+        Option("core q 0.5", page.MERGING, node(TomePatchModel, ratio=0.5)),
+        Option("HyperTile", page.MERGING, node(HyperTile, **tile)),
+    ]
+
+
+def _todo() -> Option:
+    """ToDo, which runs on any model."""
+    todo = ours(ToDoStrategy, ratio=0.75, attn_tokens="k,v", **ONCE)
+    return Option(page.TODO, page.MERGING, todo, keys=0.25)
+
+
 def _merging() -> list[Option]:
     """What others have published for any model, and parts of it."""
-    todo = ours(ToDoStrategy, ratio=0.75, attn_tokens="k,v", **ONCE)
     return [
-        Option(page.TODO, page.MERGING, todo, keys=0.25),
+        _todo(),
         Option("k,v 0.5, unweighted", page.MERGING, ours(attn_tokens="k,v", **ONCE), keys=0.5),
     ]
 

@@ -258,9 +258,9 @@ def summary(result: Mapping[str, Mapping[str, Rows]]) -> str:
         ]
         return max(shares, default=None)
 
-    def worst_of_hires(figure: str, name: str, other: str) -> float | None:
-        """The same over all judges of second passes at high resolution."""
-        found = [worst(judge, figure, name, other) for judge in JUDGES if "hires" in judge]
+    def worst_of_hires(name: str) -> float | None:
+        """The largest error over tomesd's, of all judges of second passes at high resolution."""
+        found = [worst(judge, "error", name, TOMESD) for judge in JUDGES if "hires" in judge]
         return max((share for share in found if share is not None), default=None)
 
     shares: dict[str, float | None] = {
@@ -268,8 +268,8 @@ def summary(result: Mapping[str, Mapping[str, Rows]]) -> str:
         "kv75_error_vs_todo": worst("pictures", "error", KEYS75, TODO),
         "fast_error_vs_tomesd": worst("pictures", "error", FAST, TOMESD),
         "fast_time": worst("pictures", "time", FAST, PLAIN),
-        "hires_error_vs_tomesd": worst_of_hires("error", DEFAULT, TOMESD),
-        "hires_fast_error_vs_tomesd": worst_of_hires("error", FAST_DEFAULT, TOMESD),
+        "hires_error_vs_tomesd": worst_of_hires(DEFAULT),
+        "hires_fast_error_vs_tomesd": worst_of_hires(FAST_DEFAULT),
         "dit_fast_error_vs_paper": worst("image", "error", FAST, PAPER),
         "dit_fast_time": worst("image", "time", FAST, PLAIN),
         "video_kv_error_vs_todo": worst("video", "error", KEYS75, TODO),

@@ -18,6 +18,16 @@ from tome_nodes.settings.presets import PRESET, settings_of
 FOLDER = f"{Path(tome_nodes.__file__).parent}/"
 
 
+def profiled(profile, call, *args, **kwargs):
+    """Call something while ``profile`` is told of every call."""
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        return call(*args, **kwargs)
+    finally:
+        sys.setprofile(before)
+
+
 class Trace:
     """The files and types of the pack that the third step of a run passes through."""
 
@@ -35,12 +45,7 @@ class Trace:
         self._steps += 1
         if self._steps != 3:
             return executor(*args, **kwargs)
-        before = sys.getprofile()
-        sys.setprofile(self._call)
-        try:
-            return executor(*args, **kwargs)
-        finally:
-            sys.setprofile(before)
+        return profiled(self._call, executor, *args, **kwargs)
 
     def _call(self, frame, event, argument):
         file = frame.f_code.co_filename
@@ -66,12 +71,7 @@ class Calls:
         self._steps += 1
         if self._steps <= 4:
             return executor(*args, **kwargs)
-        before = sys.getprofile()
-        sys.setprofile(self._call)
-        try:
-            return executor(*args, **kwargs)
-        finally:
-            sys.setprofile(before)
+        return profiled(self._call, executor, *args, **kwargs)
 
     def _call(self, frame, event, argument):
         self.in_a_cycle += event in ("call", "c_call")

@@ -199,11 +199,8 @@ class _Attachment:
             self.on_step,
             self.wants_details is not None and self.wants_details(),
         )
-        given = {name: _argument(name, args, kwargs) for name in _ARGUMENTS}
-        given["callback"] = run.watching(given["callback"])
-        others = {name: value for name, value in kwargs.items() if name not in given}
         with self._kept() as keep, run.installed(executor.class_obj.model_options):
-            result = executor(*given.values(), *args[len(given) :], **others)
+            result = _with_callback(executor, run.watching, args, kwargs)
             keep(run)
         return result
 
@@ -224,19 +221,14 @@ class _Attachment:
 
     def forecast(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
         """Wrap one sampling run, of which some steps are forecast."""
-        given = {name: _argument(name, args, kwargs) for name in _ARGUMENTS}
-        run = ForecastRun(
-            self.config,
-            executor.class_obj,
-            given["sampler"],
-            given["sigmas"],
-            is_empty(given["latent_image"]),
-            self.on_step,
+        sampler, sigmas, latent = (
+            _argument(name, args, kwargs) for name in ("sampler", "sigmas", "latent_image")
         )
-        given["callback"] = run.counting(given["callback"])
-        others = {name: value for name, value in kwargs.items() if name not in given}
+        run = ForecastRun(
+            self.config, executor.class_obj, sampler, sigmas, is_empty(latent), self.on_step
+        )
         with self._kept() as keep, run.installed():
-            result = executor(*given.values(), *args[len(given) :], **others)
+            result = _with_callback(executor, run.counting, args, kwargs)
             keep(run)
         return result
 
@@ -258,6 +250,19 @@ class _Attachment:
             yield keep
         finally:
             self.running -= 1
+
+
+def _with_callback(
+    executor: WrapperExecutor,
+    wrap: Callable[[Callable[..., Any] | None], Callable[..., Any]],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Call ``CFGGuider.outer_sample`` with its callback wrapped."""
+    given = {name: _argument(name, args, kwargs) for name in _ARGUMENTS}
+    given["callback"] = wrap(given["callback"])
+    others = {name: value for name, value in kwargs.items() if name not in given}
+    return executor(*given.values(), *args[len(given) :], **others)
 
 
 def _argument(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

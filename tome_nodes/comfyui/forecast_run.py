@@ -76,8 +76,7 @@ class ForecastRun:
         self._guider = guider
         self._sampling: Any = guider.model_patcher.get_model_object("model_sampling")
         self._is_flow = isinstance(self._sampling, CONST)
-        noises = [noise for noise in self.schedule[:-1] if noise > 0]
-        self._levels = [log_snr(noise, self._is_flow) for noise in noises]
+        self._levels = _levels(self.schedule[:-1], self._is_flow)
         most = float(self._sampling.sigma_max)
         self._from_noise = starts_empty or is_noise_alone(self.schedule[0], most)
         self._on_step = on_step
@@ -202,8 +201,14 @@ def suits_unet(sampler: Any, schedule: torch.Tensor) -> bool:
     known = SAMPLERS.get(_function_of(sampler))
     if known is None or not known.holds_on_unets or len(schedule) <= LONG:
         return False
-    levels = [log_snr(noise, is_flow=False) for noise in schedule.tolist() if noise > 0]
-    return known.faster == FASTER or not are_geometric(levels)
+    if known.faster == FASTER:
+        return True
+    return not are_geometric(_levels(schedule.tolist(), is_flow=False))
+
+
+def _levels(noises: Sequence[float], is_flow: bool) -> list[float]:
+    """The logarithm of signal to noise of every noise level above 0."""
+    return [log_snr(noise, is_flow) for noise in noises if noise > 0]
 
 
 def _obstacle(

@@ -90,37 +90,26 @@ class RunReport(Observer):
         ``gpu_waited`` is whether the GPU waited for the host in most steps.
         """
         try:
-            return self._last_run(run, model, tuned, begun, others, gpu_waited)
+            counts, engine, patched = self._counts, run.engine, run.model
+            obstacle = log_line.obstacle(counts, patched.max_downsample, patched.shallowest)
+            gain = None
+            if counts.merged:
+                saved = patched.saved(self._latent)
+                gain = gain_of(counts, patched.config, begun, saved, patched.shallowest, gpu_waited)
+            return LastRun(
+                model=type(model.model_config).__name__,
+                config=patched.config,
+                counts=counts,
+                obstacle=None if counts.merged else reasons.named(obstacle, others),
+                backend=None if engine is None else (*engine.in_words(), engine.backend)[0],
+                shallowest=patched.shallowest,
+                recording=None if self._details is None else self._details.finish(),
+                gain=gain,
+                tuned=tuned,
+            )
         except Exception as error:
             _warn("the report of this run is missing", error)
             return None
-
-    def _last_run(
-        self,
-        run: Run,
-        model: Any,
-        tuned: Measured | None,
-        begun: Mapping[int, float],
-        others: Set[str],
-        gpu_waited: bool,
-    ) -> LastRun:
-        counts, engine, patched = self._counts, run.engine, run.model
-        obstacle = log_line.obstacle(counts, patched.max_downsample, patched.shallowest)
-        gain = None
-        if counts.merged:
-            saved = patched.saved(self._latent)
-            gain = gain_of(counts, patched.config, begun, saved, patched.shallowest, gpu_waited)
-        return LastRun(
-            model=type(model.model_config).__name__,
-            config=patched.config,
-            counts=counts,
-            obstacle=None if counts.merged else reasons.named(obstacle, others),
-            backend=None if engine is None else (*engine.in_words(), engine.backend)[0],
-            shallowest=patched.shallowest,
-            recording=None if self._details is None else self._details.finish(),
-            gain=gain,
-            tuned=tuned,
-        )
 
 
 def _warn(lost: str, error: Exception) -> None:

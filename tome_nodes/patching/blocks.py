@@ -245,7 +245,6 @@ class PatchedModel:
         self.least_in_full_steps = config.min_tokens or LEAST_IN_FULL_STEPS
         self._overrides: dict[tuple[int, int], Overrides] = {}
         self._deepest: dict[Grid, int] = {}
-        self._saved: dict[Grid, float] = {}
         self._saved_by_preset: dict[Grid, float | None] = {}
         self.evaluation: Evaluation | None = None
 
@@ -262,11 +261,7 @@ class PatchedModel:
         """The share of an evaluation's work that merging saves; None if that is not known."""
         if self._work is None:
             return None
-        if latent not in self._saved:
-            self._saved[latent] = self._work.saved(
-                self.config, latent, self.least_tokens, self.deepest(latent)
-            )
-        return self._saved[latent]
+        return self._work.saved(self.config, latent, self.least_tokens, self.deepest(latent))
 
     def saved_by_preset(self, latent: Grid) -> float | None:
         """The same for a preset that merges only in modules; None for other settings.
