@@ -28,7 +28,12 @@ from tome_nodes.patching.blocks import Observer, PatchedModel  # noqa: E402
 from tome_nodes.patching.evaluation import LEAST_SAVED  # noqa: E402
 from tome_nodes.settings.config import ToMeConfig  # noqa: E402
 from tome_nodes.settings.presets import settings_of  # noqa: E402
-from tome_nodes.strategies.cells import LARGE, share_of  # noqa: E402
+from tome_nodes.strategies.cells import (  # noqa: E402
+    GROWTH_OF_KEYS,
+    GROWTH_OF_STACKS,
+    LARGE,
+    share_of,
+)
 
 RESULTS = ROOT / "benchmarks" / "results"
 MODELS = {
@@ -73,7 +78,7 @@ def _row(name: str, network: nn.Module, side: int) -> list[str]:
     levels = sorted({block.stack.level for block in fast.blocks})
     saved = balanced.saved(latent) or 0.0
     merged = fast.saved(latent) or 0.0
-    # In a full step, keys and values of large maps merge.
+    # In a full step, keys and values of all large maps merge.
     keys = replace(fast.config, scope="module")
     work = UNET.work(fast)
     full = work.saved(keys, latent, LARGE, fast.deepest(latent))
@@ -96,15 +101,15 @@ def plot(ratios: Sequence[float] = (0.4, 0.6, 0.75)) -> None:
     """Plot the share of tokens that stays by the side of a map."""
     sides = np.geomspace(32, 256, 97)
     figure, axis = plt.subplots(figsize=(8, 5))
-    for (preset, colour), ratio in (
-        (each, ratio)
-        for each in (("balanced", "tab:blue"), ("fast", "tab:orange"))
-        for ratio in ratios
-    ):
-        growth = settings_of(preset, {})["growth"]
-        kept = [1 - share_of(ratio, round(side) ** 2, growth) for side in sides]
-        width = 2.0 if ratio == ToMeConfig.ratio else 0.9
-        axis.plot(sides, kept, color=colour, lw=width, label=f"{preset}, ratio {ratio:g}")
+    curves = (
+        ("keys and values", GROWTH_OF_KEYS, "tab:blue"),
+        ("whole stacks (fast)", GROWTH_OF_STACKS, "tab:orange"),
+    )
+    for name, growth, colour in curves:
+        for ratio in ratios:
+            kept = [1 - share_of(ratio, round(side) ** 2, growth) for side in sides]
+            width = 2.0 if ratio == ToMeConfig.ratio else 0.9
+            axis.plot(sides, kept, color=colour, lw=width, label=f"{name}, ratio {ratio:g}")
     axis.set_xscale("log", base=2)
     axis.set_xticks([32, 64, 128, 256], ["32x32", "64x64", "128x128", "256x256"])
     axis.set(xlabel="tokens of the map", ylabel="share that stays", ylim=(0, 0.7))

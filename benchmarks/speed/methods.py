@@ -32,7 +32,7 @@ Patch = Callable[[ModelPatcher], ModelPatcher]
 ALWAYS: dict[str, Any] = {"min_tokens": 1}
 """Settings that merge maps of any size."""
 
-AS_GIVEN: dict[str, Any] = {**ALWAYS, "growth": 0.0}
+AS_GIVEN: dict[str, Any] = {**ALWAYS, "grows": False}
 """Settings that also merge the same share of all maps, however little that saves."""
 
 ONCE: dict[str, Any] = {"proportional_attn": False}

@@ -45,7 +45,7 @@ COLUMNS: Mapping[str, str] = {"sd15": "SD 1.5", "sdxl": "SDXL", "flux": "Flux"}
 
 def _settings(preset: str, **options: Any) -> ToMeConfig:
     return ToMeConfig(
-        **settings_of(preset, {"ratio": 0.5, **options}) | {"min_tokens": 1, "growth": 0.0}
+        **settings_of(preset, {"ratio": 0.5, **options}) | {"min_tokens": 1, "grows": False}
     )
 
 

@@ -27,7 +27,7 @@ OPTIONS = {
         "attn_tokens": "k,v",
         "sx": 4,
         "forecast": True,
-        "growth": 0.76,
+        "grows": True,
     },
     "fast": {
         "strategy": "window",
@@ -35,7 +35,7 @@ OPTIONS = {
         "attn_tokens": "k,v",
         "refresh_steps": 4,
         "forecast": True,
-        "growth": 0.2,
+        "grows": True,
     },
     "paper": {"max_downsample": 1, "min_tokens": 1, "proportional_attn": False},
 }
@@ -81,22 +81,48 @@ def test_the_node_runs_the_preset(sd15, preset):
     assert relative_error(actual, plain) > 1e-3
 
 
-@pytest.mark.parametrize(
-    ("preset", "shares"),
-    [("balanced", (0.801, 0.6)), ("fast", (0.667, 0.6)), ("paper", (0.6,))],
-)
-def test_larger_maps_merge_more_and_so_does_each_large_level(
-    sd15_of, log_messages, monkeypatch, preset, shares
-):
-    # Maps that are large in fact would take a minute.
+@pytest.fixture
+def large_maps(monkeypatch):
+    """Maps that are large in fact would take a minute."""
     for module in (cells, blocks):
         monkeypatch.setattr(module, "LARGE", 16 * 16)
+
+
+@pytest.mark.parametrize(
+    ("preset", "shares"),
+    [("balanced", (0.801, 0.6)), ("fast", (0.801, 0.6)), ("paper", (0.6,))],
+)
+def test_larger_maps_merge_more_and_so_does_each_large_level(
+    sd15_of, log_messages, large_maps, preset, shares
+):
     sample(patched(sd15_of(2), preset=preset), (32, 32), steps=1)
     (line,) = log_messages()
     sizes = [[*map(int, pair)] for pair in re.findall(r"(\d+) -> (\d+) tokens", line)]
     assert [before for before, _ in sizes] == [32 * 32, 16 * 16][: len(shares)]
     merged = [1 - after / before for before, after in sizes]
     assert merged == pytest.approx(shares, abs=0.01)
+
+
+def test_fast_merges_only_keys_where_they_save_nearly_as_much_as_stacks(sd15_of, large_maps):
+    model = patched(sd15_of(2), preset="fast")
+    assert _lengths(model, ".ff") == {32 * 32, 103}
+    assert _lengths(model, ".attn1.to_k") == {204, 103}
+
+
+def _lengths(model, end):
+    """How many tokens modules got in a step, as the path of a module ends."""
+    lengths = set()
+    handles = [
+        module.register_forward_pre_hook(lambda _, inputs: lengths.add(inputs[0].shape[1]))
+        for name, module in model.model.named_modules()
+        if name.endswith(end)
+    ]
+    try:
+        sample(model, (32, 32), steps=1)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return lengths
 
 
 def test_presets_are_ordered_by_how_much_they_change(sd15):

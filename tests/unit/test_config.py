@@ -22,7 +22,7 @@ def test_the_options_are_those_that_tests_know():
     defaults = [(name, case.default) for name, case in EVERY_OPTION.items()]
     settings = dataclasses.asdict(ToMeConfig())
     # Presets set it.
-    assert settings.pop("growth") == 0
+    assert settings.pop("grows") is False
     assert [*settings.items()] == defaults
     assert ToMeConfig(ratio_end=-1) == ToMeConfig()
     with pytest.raises(dataclasses.FrozenInstanceError):

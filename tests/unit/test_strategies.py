@@ -1,5 +1,7 @@
 """The strategies against brute force; the tests of hosts compare the paper's with tomesd."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -236,12 +238,13 @@ def test_a_larger_map_merges_more_and_a_small_one_the_ratio(ratio, tokens, growt
     [(0.6, 64, (2, 4)), (0.9, 64, (4, 4)), (0.6, 128, (2, 4)), (0.75, 128, (4, 4))],
 )
 def test_cells_are_as_large_as_the_share_of_a_map_needs(ratio, side, cell):
-    config = ToMeConfig(strategy="window", ratio=ratio, sx=4, growth=0.76)
+    config = ToMeConfig(strategy="window", ratio=ratio, sx=4, grows=True)
     grid = Grid(side, side)
     share = share_of(ratio, grid.tokens, 0.76)
     cells = make_strategy(config, TORCH).cells_of(grid, share)
     assert (cells.sy, cells.sx) == cell
-    plan = plan_of(config, features_of(grid, batch=1, channels=4), grid)
+    growing = replace(config, ratio=share)
+    plan = plan_of(growing, features_of(grid, batch=1, channels=4), grid)
     assert plan.slot_count == pytest.approx(grid.tokens * (1 - share), rel=0.02)
     fixed = ToMeConfig(strategy="window", ratio=ratio, sx=4)
     assert plan_of(fixed, features_of(grid, 1, 4), grid).slot_count == pytest.approx(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .. import reasons
 from ..merging.plan import Grid, Plan
 from ..settings.config import ToMeConfig
-from ..strategies.cells import LARGE, LEAST
+from ..strategies.cells import LARGE, LEAST, share_of
 from .detail_cache import Detail
 from .engine import Engine
 from .key_weights import KeyWeights
@@ -135,6 +135,7 @@ class Evaluation:
         ratio: the ratio of the current step.
         latent: the grid at level 1, of the latent or of the part of it that is evaluated.
         deepest: how many times smaller than the latent the smallest grid that merges is.
+        deepest_of_keys: the same of the grids where keys and values merge in place of stacks.
         detail: what is kept from step to step; None for nothing.
         is_full_step: whether the step is a full step, in which blocks run on all tokens.
         module_scope_reason: why stacks merge only in their modules, as while gradients are
@@ -156,6 +157,7 @@ class Evaluation:
     ratio: float
     latent: Grid
     deepest: int
+    deepest_of_keys: int = 0
     detail: Detail | None = None
     is_full_step: bool = False
     module_scope_reason: str | None = None
@@ -245,17 +247,25 @@ class PatchedModel:
         self.least_in_full_steps = config.min_tokens or LEAST_IN_FULL_STEPS
         self._overrides: dict[tuple[int, int], Overrides] = {}
         self._deepest: dict[Grid, int] = {}
+        self._deepest_of_keys: dict[Grid, int] = {}
         self._saved_by_preset: dict[Grid, float | None] = {}
         self.evaluation: Evaluation | None = None
 
     def deepest(self, latent: Grid) -> int:
         """How many times smaller than a latent the smallest grid that merges is."""
-        if self.config.growth == 0:
+        if not self.config.grows:
             return self.max_downsample
         if latent not in self._deepest:
             large = [level for level in self._levels if latent.downsampled(level).tokens >= LARGE]
             self._deepest[latent] = max([self.max_downsample, *large])
         return self._deepest[latent]
+
+    def deepest_of_keys(self, latent: Grid) -> int:
+        """The same of the grids where keys and values merge in place of stacks; 0 for none."""
+        if latent not in self._deepest_of_keys:
+            found = 0 if self._work is None else self._work.deepest_of_keys(self.config, latent)
+            self._deepest_of_keys[latent] = found
+        return self._deepest_of_keys[latent]
 
     def saved(self, latent: Grid) -> float | None:
         """The share of an evaluation's work that merging saves; None if that is not known."""
@@ -269,7 +279,7 @@ class PatchedModel:
         Stacks always save enough, and what is set by hand is followed.
         """
         if latent not in self._saved_by_preset:
-            is_preset = self.config.growth > 0 and self.config.scope == "module"
+            is_preset = self.config.grows and self.config.scope == "module"
             self._saved_by_preset[latent] = self.saved(latent) if is_preset else None
         return self._saved_by_preset[latent]
 
@@ -310,7 +320,12 @@ class PatchedModel:
             outcome = block.outcome
             if block.index == 0:
                 of_first = outcome
-            elif evaluation.has_whole_stacks and block.runs_as_one_stack and of_first is not None:
+            elif (
+                evaluation.has_whole_stacks
+                and block.runs_as_one_stack
+                and block.stack.level > evaluation.deepest_in_blocks
+                and of_first is not None
+            ):
                 # The blocks of its stack did the same.
                 outcome = Outcome(**{**vars(of_first), "block": block.name})
             if outcome.has_run:
@@ -419,12 +434,16 @@ class Block:
         self.outcome.reason = self.model.too_few(grid.tokens)
         return False
 
-    def plan_of(self, features: Tensor, grid: Grid) -> Plan | None:
-        """A plan at the ratio of the current step. If it is None, the reason is noted."""
+    def plan_of(self, features: Tensor, grid: Grid, growth: float = 0.0) -> Plan | None:
+        """A plan at the ratio of the current step. If it is None, the reason is noted.
+
+        For ``growth``, see :func:`tome_nodes.strategies.cells.share_of`.
+        """
         evaluation = self.model.evaluation
         assert evaluation is not None
         self.outcome.grid = grid
-        plan = evaluation.engine.strategy.plan(features, grid, evaluation.ratio)
+        share = share_of(evaluation.ratio, grid.tokens, growth)
+        plan = evaluation.engine.strategy.plan(features, grid, share)
         if plan is None:
             self.outcome.reason = self._why_no_plan(grid, evaluation.ratio)
         return plan

@@ -201,6 +201,7 @@ class Run:
         evaluation.is_unpatched = is_unpatched
         if config.scope != "stack":
             return evaluation
+        of_keys = evaluation.deepest_of_keys = model.deepest_of_keys(latent)
         has_gradients = torch.is_grad_enabled()
         if config.refresh_steps == 0:
             pass
@@ -213,16 +214,16 @@ class Run:
             evaluation.is_full_step = detail.is_full
         if evaluation.is_full_step:
             # Only attention merges, and blocks of other levels run untouched.
-            of_keys = config.merge_attn and config.attn_tokens == "k,v"
-            attends_to = model.attends_to(latent) if of_keys else 0
-            evaluation.deepest_in_blocks = min(evaluation.deepest, attends_to)
+            if config.merge_attn and config.attn_tokens == "k,v":
+                of_keys = max(of_keys, model.attends_to(latent))
+            evaluation.deepest_in_blocks = min(evaluation.deepest, of_keys)
         elif (
             is_unpatched
             and evaluation.module_scope_reason is None
             and not has_gradients
             and not model.observer.follows_blocks
         ):
-            evaluation.has_whole_stacks, evaluation.deepest_in_blocks = True, 0
+            evaluation.has_whole_stacks, evaluation.deepest_in_blocks = True, of_keys
         return evaluation
 
     def _keep(self, evaluation: Evaluation) -> None:

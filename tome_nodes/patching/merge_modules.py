@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from .. import reasons
 from ..merging.plan import Grid, Plan
+from ..strategies.cells import growth_of
 from .blocks import Block, Evaluation, Outcome, PatchedModel, Stack, StackWeights
 from .key_weights import KeyWeights
 from .overrides import Forward, Override
@@ -83,6 +84,8 @@ class ModuleBlock(Block):
         # A video model runs a temporal block, which needs all tokens, after every spatial one.
         self.runs_as_one_stack = not hasattr(stack.module, "time_stack")
         self._weighs = None if record.weigh_stack is None else record.weigh_stack()
+        self._growth = growth_of(model.config, in_stacks=False)
+        self._growth_in_stacks = growth_of(model.config, in_stacks=True)
 
     def forget(self) -> None:
         self.outcome = Outcome(self.name)
@@ -135,7 +138,7 @@ class ModuleBlock(Block):
             outcome.has_run = True
             if outcome.plan is None:
                 outcome.before = x.shape[1]
-            if evaluation.is_full_step:
+            if evaluation.is_full_step or self.stack.level <= evaluation.deepest_of_keys:
                 return self._run_on_all_tokens(forward, x, *args, **kwargs)
             if evaluation.stack_plan is not None:
                 return self._run_in_stack(forward, x, *args, **kwargs)
@@ -147,11 +150,11 @@ class ModuleBlock(Block):
             if config.scope == "module" or outcome.module_scope_reason is not None:
                 if config.merge_attn or config.merge_crossattn or config.merge_mlp:
                     outcome.reason = reasons.ATTENTION_REPLACED
-                    self._plan = self.plan_of(x, grid)
+                    self._plan = self.plan_of(x, grid, self._growth)
                 else:
                     outcome.reason = reasons.ALL_OFF
                 return forward(x, *args, **kwargs)
-            plan = self.plan_of(x, grid)
+            plan = self.plan_of(x, grid, self._growth_in_stacks)
             if plan is None:
                 return forward(x, *args, **kwargs)
             merged = plan.merge(x)
@@ -169,20 +172,22 @@ class ModuleBlock(Block):
         return block_forward
 
     def _run_on_all_tokens(self, forward: Forward, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the block on all tokens, in a full step, and keep the change of its whole stack.
+        """Run the block on all tokens; in a full step, keep the change of its whole stack.
 
         Its attention may merge keys and values.
         """
         evaluation, config = self.evaluation, self.model.config
         grid = self._grid_to_merge(evaluation, x, args, kwargs)
-        if grid is not None and self._begins_stack(*args, **kwargs):
+        in_stacks = self.stack.level > evaluation.deepest_of_keys
+        if in_stacks and grid is not None and self._begins_stack(*args, **kwargs):
             evaluation.stack_tokens = x
         # Merging keys and values hardly changes pictures (benchmarks/FIDELITY.md), and saves
         # next to nothing on small maps.
+        least = self.model.least_in_full_steps if in_stacks else 0
         merges_keys = config.merge_attn and config.attn_tokens == "k,v" and self._attends_to_itself
-        if merges_keys and grid is not None and grid.tokens >= self.model.least_in_full_steps:
+        if merges_keys and grid is not None and grid.tokens >= least:
             self.outcome.reason = reasons.ATTENTION_REPLACED
-            self._plan = self.plan_of(x, grid)
+            self._plan = self.plan_of(x, grid, self._growth)
         y: Tensor = forward(x, *args, **kwargs)
         before, detail = evaluation.stack_tokens, evaluation.detail
         if before is not None and detail is not None and self._is_last:

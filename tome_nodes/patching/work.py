@@ -14,7 +14,11 @@ from torch import nn
 from ..merging.plan import Grid
 from ..settings.config import ToMeConfig
 from ..strategies import strategy_class
-from ..strategies.cells import share_of
+from ..strategies.cells import growth_of, share_of
+
+NEARLY = 0.75
+"""Where keys and values alone save this share of what whole stacks would, only they merge: that
+changes pictures far less (benchmarks/FIDELITY.md)."""
 
 Layer = tuple[str, nn.Module, int]
 """A module of a UNet: its path, itself, and how many times smaller than the latent its output
@@ -46,12 +50,17 @@ class BlockWork:
         linear = self.queries * queries + self.keys * keys + self.cross * cross + self.mlp * mlp
         return attention + linear
 
-    def merged(self, config: ToMeConfig, tokens: int, share: float) -> float:
-        """The multiplications if a share of the tokens merges where the settings say."""
-        few = tokens * (1 - share)
-        if config.scope != "module":
-            return self.on(few, few, few, few)
-        return self.on(
+    def saved(self, config: ToMeConfig, tokens: int, in_stacks: bool, cap: float) -> float:
+        """The multiplications that merging saves, in whole stacks or where the settings say.
+
+        ``cap`` is the largest share of the tokens that can merge.
+        """
+        share = share_of(config.largest_ratio, tokens, growth_of(config, in_stacks))
+        few = tokens * (1 - min(share, cap))
+        plain = self.on(tokens, tokens, tokens, tokens)
+        if in_stacks:
+            return plain - self.on(few, few, few, few)
+        return plain - self.on(
             few if config.merge_attn and config.attn_tokens == "q,k,v" else tokens,
             few if config.merge_attn else tokens,
             few if config.merge_crossattn else tokens,
@@ -95,13 +104,30 @@ class Work:
         """
         saved = 0.0
         cap = strategy_class(config).ratio_cap(config)
+        of_keys = self.deepest_of_keys(config, latent)
         for block in self._blocks:
             tokens = latent.downsampled(block.level).tokens
-            if tokens < least or block.level > deepest:
-                continue
-            share = min(share_of(config.largest_ratio, tokens, config.growth), cap)
-            saved += block.on(*[tokens] * 4) - block.merged(config, tokens, share)
+            if tokens >= least and block.level <= deepest:
+                in_stacks = config.scope != "module" and block.level > of_keys
+                saved += block.saved(config, tokens, in_stacks, cap)
         return saved / self.of(latent)
+
+    def deepest_of_keys(self, config: ToMeConfig, latent: Grid) -> int:
+        """How many times smaller than the latent the smallest map is where keys and values merge
+        in place of whole stacks; 0 for none.
+
+        See :data:`NEARLY`. The larger a map is, the more of its work is attention.
+        """
+        if config.scope == "module" or not config.grows:
+            return 0
+        cap = strategy_class(config).ratio_cap(config)
+
+        def suffice(block: BlockWork) -> bool:
+            tokens = latent.downsampled(block.level).tokens
+            keys, stacks = (block.saved(config, tokens, whole, cap) for whole in (False, True))
+            return keys >= NEARLY * stacks
+
+        return max((block.level for block in self._blocks if suffice(block)), default=0)
 
 
 def block_work(block: Any, level: int, attends_to_itself: bool) -> BlockWork:

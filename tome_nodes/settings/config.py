@@ -207,8 +207,8 @@ class ToMeConfig:
         "step: three of 8. The output after a forecast is changed to make up for its error.",
     )
 
-    growth: float = 0.0
-    """How fast the share that merges grows with a feature map; see
+    grows: bool = False
+    """Whether the share that merges grows with a feature map; see
     :func:`tome_nodes.strategies.cells.share_of`. It is no option: presets set it."""
 
     def __post_init__(self) -> None:

@@ -36,7 +36,7 @@ PRESETS: Mapping[str, Preset] = {
     "balanced": Preset(
         "In a UNet, merges keys and values of self-attention, matched within windows: closest "
         "to the plain model.",
-        {"strategy": "window", "attn_tokens": "k,v", "sx": 4, "forecast": True, "growth": 0.76},
+        {"strategy": "window", "attn_tokens": "k,v", "sx": 4, "forecast": True, "grows": True},
     ),
     "fast": Preset(
         "In a UNet, runs all blocks of a level on merged tokens in three of four steps, and on "
@@ -48,7 +48,7 @@ PRESETS: Mapping[str, Preset] = {
             "attn_tokens": "k,v",
             "refresh_steps": 4,
             "forecast": True,
-            "growth": 0.2,
+            "grows": True,
         },
     ),
     "paper": Preset(

@@ -19,8 +19,12 @@ LEAST = 768
 """From this many tokens on, merging a feature map can pay off: SDXL's smallest maps with attention
 have about 1,000 at the sizes that it was trained on."""
 
+GROWTH_OF_KEYS, GROWTH_OF_STACKS = 0.76, 0.2
+"""How fast the share that merges grows with a map, of keys and values and of all tokens of a stack
+(benchmarks/FIDELITY.md)."""
+
 # Further sizes of cells, height and width, for shares that the configured ones do not allow.
-_LARGER_CELLS = ((4, 4), (4, 8), (8, 8))
+_LARGER_CELLS = ((2, 4), (4, 4), (4, 8), (8, 8))
 
 # The lengths of a video's cells to choose from, in frames; the better ones come first.
 _FRAMES_OF_CELL = (4, 5, 3, 2)
@@ -69,18 +73,17 @@ class CellStrategy(Strategy):
 
     def cut(self, grid: Grid, ratio: float) -> tuple[Cells, int]:
         """How a grid is cut, and how many of its tokens merge."""
-        share = share_of(ratio, grid.tokens, self.config.growth)
-        cells = self.cells_of(grid, share)
+        cells = self.cells_of(grid, ratio)
         kept = cells.count.tokens
-        return cells, min(int(grid.tokens * share), grid.tokens - kept) if kept else 0
+        return cells, min(int(grid.tokens * ratio), grid.tokens - kept) if kept else 0
 
-    def cells_of(self, grid: Grid, share: float) -> Cells:
+    def cells_of(self, grid: Grid, ratio: float) -> Cells:
         """How a grid is cut; a cell of a video is several frames long and part of a row wide.
 
-        ``share`` of the tokens are to merge. Where it grows with the map, cells grow with it.
+        Where the ratio grows with the map, cells grow with it.
         """
         sizes = _cell_sizes(self.config, grid.frames)
-        large_enough = (size for size in sizes if _share_allowed(size) >= share)
+        large_enough = (size for size in sizes if _share_allowed(size) >= ratio)
         sy, sx = next(large_enough, sizes[-1])
         flat = grid if grid.frames == 1 else Grid(grid.frames, grid.height * grid.width)
         return Cells(flat, sy, sx, flat.cells(sy, sx))
@@ -122,11 +125,19 @@ def share_of(ratio: float, tokens: int, growth: float) -> float:
     Args:
         ratio: the share at 64x64 tokens.
         tokens: the number of tokens of the map.
-        growth: how fast the power grows; 0 for a share that is always ``ratio``.
+        growth: how fast the power grows (:func:`growth_of`); 0 for a share that is always
+            ``ratio``.
     """
     if growth == 0 or tokens <= LARGE:
         return ratio
     return 1 - (1 - ratio) ** (1 + growth * math.log2(tokens / LARGE) / 2)
+
+
+def growth_of(config: ToMeConfig, in_stacks: bool) -> float:
+    """How fast the share that merges grows: of all tokens of a stack, or of keys and values."""
+    if not config.grows:
+        return 0.0
+    return GROWTH_OF_STACKS if in_stacks else GROWTH_OF_KEYS
 
 
 def _cell_sizes(config: ToMeConfig, frames: int) -> list[tuple[int, int]]:
@@ -134,7 +145,7 @@ def _cell_sizes(config: ToMeConfig, frames: int) -> list[tuple[int, int]]:
     if frames > 1:
         # Cells of few tokens in many frames are best: benchmarks/FIDELITY.md.
         return [(frames_of_cell(frames), min(config.sx, config.sy))]
-    return [(config.sy, config.sx), *(_LARGER_CELLS if config.growth else ())]
+    return [(config.sy, config.sx), *(_LARGER_CELLS if config.grows else ())]
 
 
 def _share_allowed(size: tuple[int, int]) -> float:
