@@ -11,6 +11,7 @@ from tools.server import ComfyServer
 from tools.workflow import Graph, as_new_run, titles, without_merging
 
 MERGED = re.compile(r"\[ToMe\] (?:.*: )?merged (?P<blocks>\d+/\d+) blocks \((?P<tokens>[^)]*)\)")
+LEVEL = re.compile(r"(?P<before>\d+) -> (?P<after>\d+)\S* tokens(?: x(?P<blocks>\d+))?")
 NOTHING_MERGED = re.compile(r"\[ToMe\] (?:.*: )?(?P<reason>nothing merged: .*)")
 NOTHING = "-"
 
@@ -45,12 +46,26 @@ class Comparison:
 
     def table(self) -> str:
         """The comparison, a line for each sampler and one for the whole run."""
-        head = ("pass", "tokens", "blocks", "off", "on", "off/on")
+        head = ("pass", "blocks", "off", "on", "off/on")
         samplers = titles(self.graph)
         rows = [self._row(node, samplers[node]) for node in self.on[0].seconds if node in samplers]
         times = self._times(lambda run: sum(run.seconds.values()))
-        rows.append(("whole run", NOTHING, NOTHING, *times))
+        rows.append(("whole run", NOTHING, *times))
         return grid(head, rows)
+
+    def levels(self) -> list[str]:
+        """A line for each level that merged, by sampler: its tokens, and the share that merged."""
+        lines = []
+        for node, title in titles(self.graph).items():
+            merged = MERGED.search(self.on[0].logs[node])
+            if merged is None:
+                continue
+            for level in LEVEL.finditer(merged["tokens"]):
+                before, after = int(level["before"]), int(level["after"])
+                blocks = level["blocks"] or merged["blocks"].partition("/")[0]
+                share = 1 - after / before
+                lines.append(f"{title}: {share:.0%} of {before} tokens merge in {blocks} blocks")
+        return lines
 
     def has_plain_pass(self) -> bool:
         """Whether some sampler merged nothing even with ToMe on."""
@@ -64,10 +79,9 @@ class Comparison:
 
     def _row(self, node: str, title: str) -> tuple[str, ...]:
         merged = MERGED.search(self.on[0].logs[node])
-        tokens = _tokens(merged["tokens"]) if merged else NOTHING
         blocks = merged["blocks"] if merged else NOTHING
         times = self._times(lambda run: run.seconds[node])
-        return title, tokens, blocks, *times
+        return title, blocks, *times
 
     def _times(self, seconds_of: Any) -> tuple[str, str, str]:
         off, on = (min(map(seconds_of, runs)) for runs in (self.off, self.on))
@@ -95,8 +109,3 @@ def _run(server: ComfyServer, graph: Graph, label: str) -> Run:
     history = server.run(graph, watch)
     images = server.images(history)
     return Run(history["seconds"], logs, images[-1] if images else None)
-
-
-def _tokens(report: str) -> str:
-    """`4096 -> 2048 tokens x5, 1024 -> 512 tokens x5` without words and counts."""
-    return ", ".join(f"{a} -> {b}" for a, b in re.findall(r"(\d+) -> (\d+)", report))

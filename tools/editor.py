@@ -62,8 +62,8 @@ TITLE_HEIGHT, TITLE_FONT, TITLE_COLOUR = 120, 48, "#233323"
 # What a workflow shows in the end: a box of the picture of a help page.
 HELP = ROOT / "web" / "docs"
 RESULTS = {
-    "tome_compare.json": ("ToMeReport.jpg", (42, 330, 558, 885)),
-    "tome_tune.json": ("ToMeTune.jpg", (30, 280, 570, 596)),
+    "tome_compare.json": ("ToMeReport.jpg", (42, 376, 558, 885)),
+    "tome_tune.json": ("ToMeTune.jpg", (32, 280, 568, 571)),
 }
 RESULT_SIZE = (360, 360)
 

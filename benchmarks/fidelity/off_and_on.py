@@ -2,49 +2,54 @@
 
 python3 dev.py bench --picture [--model unet] [--repeats 3]
 
-This writes web/docs/off-and-on.jpg for docs/measured.md and prints a caption. With --model
-transformer or video, it writes off-and-on-transformer.jpg or off-and-on-video.jpg for the help
-page. The models are the trained ones of `dev.py bench --fidelity`, since random weights paint
-noise.
+This writes web/docs/off-and-on.jpg for the README, a second pass and what merged in it, and prints
+a caption. With --model transformer or video, it writes off-and-on-transformer.jpg or
+off-and-on-video.jpg for the help page. The models are the trained ones of `dev.py bench
+--fidelity`, since random weights paint noise.
 """
 
 import argparse
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from benchmarks.host import use_cpu
 from tools.environment import ROOT
 
 use_cpu()
 
+import numpy as np  # noqa: E402
+from comfy.model_patcher import ModelPatcher  # noqa: E402
 from PIL import Image, ImageDraw, ImageFont  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from benchmarks.fidelity.judges import SceneJudge, VideoJudge  # noqa: E402
-from benchmarks.fidelity.pictures import Judge, PictureJudge  # noqa: E402
+from benchmarks.fidelity.pictures import HighResolutionJudge, Judge  # noqa: E402
 from benchmarks.machine import origin  # noqa: E402
 from benchmarks.rounds import interleaved  # noqa: E402
-from tome_nodes.comfyui.attachment import attach  # noqa: E402
+from tome_nodes.comfyui.attachment import attach, last_run  # noqa: E402
+from tome_nodes.report import drawing  # noqa: E402
+from tome_nodes.report.recording import Recording  # noqa: E402
 from tome_nodes.settings.config import ToMeConfig  # noqa: E402
 from tome_nodes.settings.presets import settings_of  # noqa: E402
 
 DOCS = ROOT / "web" / "docs"
 KINDS: Mapping[str, tuple[Callable[[], Judge], Sequence[str]]] = {
-    "unet": (partial(PictureJudge, 12), ("balanced 0.6", "fast 0.6")),
+    "unet": (partial(HighResolutionJudge, 8, photo=4), ("balanced 0.6",)),
     "transformer": (partial(SceneJudge, 8), ("balanced 0.75", "5 steps")),
     "video": (partial(VideoJudge, 8), ("balanced 0.6", "6 steps")),
 }
 """Judges, and the columns beside the plain pictures: a preset and its ratio, or so many steps."""
 
-OFF = "off"
-SHOWN = (0, -1)
-"""Which pictures are shown; the seconds are for all of them together."""
+OFF, MERGED = "off", "merged"
 FRAMES = (2, 6)
 """Which frames of a video are shown."""
+TOKENS = 128
+"""Tokens along the side of a second pass."""
+TOP, LEFT, PART = 44, 24, 40
+"""The rows and columns of tokens that are shown enlarged, with what merged in them."""
 SIDE, MARGIN, CAPTION = 320, 12, 52
-PAPER, INK, MUTED = "#16181d", "#eef0f4", "#969ca8"
+PAPER, INK, MUTED, FRAME = "#16181d", "#eef0f4", "#969ca8", "#f68e3c"
 
 
 def main() -> None:
@@ -53,14 +58,15 @@ def main() -> None:
     model = arguments.model
     make, compared = KINDS[model]
     judge = make()
-    runs: dict[str, tuple[Any, int | None]] = {OFF: (judge.model, None)}
+    runs: dict[str, tuple[ModelPatcher, int | None]] = {OFF: (judge.model, None)}
     for column in compared:
         first, second = column.split()
         if second == "steps":
             runs[column] = judge.model, int(first)
         else:
             config = ToMeConfig(**settings_of(first, {"ratio": float(second)}))
-            runs[f"preset {first}, ratio {second}"] = attach(judge.model, config), None
+            patched = attach(judge.model, config, wants_details=lambda: True)
+            runs[f"preset {first}, ratio {second}"] = patched, None
     painted: dict[str, Tensor] = {}
 
     def paint(name: str) -> float:
@@ -72,8 +78,16 @@ def main() -> None:
     # The fastest run counts, as in the demo: other processes can only add to a time.
     fastest = {name: min(seconds) for name, seconds in taken.items()}
     columns = {name: [_pixels(each) for each in _shown(painted[name])] for name in runs}
+    titles = {name: _title(name, fastest) for name in runs}
+    last = [*runs][-1]
+    run = last_run(runs[last][0])
+    if run is not None and run.recording is not None and run.counts.merged:
+        merged, words = _merged(run.recording, painted[last][0])
+        _frame(columns[last][0])
+        columns[MERGED] = [merged]
+        titles[MERGED] = "What merged in the frame", words
     file = "off-and-on.jpg" if model == "unet" else f"off-and-on-{model}.jpg"
-    _sheet(columns, fastest).save(DOCS / file, quality=90)
+    _sheet(columns, titles).save(DOCS / file, quality=90)
     kind = "videos" if model == "video" else "pictures"
     came = origin("cpu", "bench --picture")
     print(
@@ -92,9 +106,9 @@ def _arguments() -> argparse.Namespace:
 
 
 def _shown(pictures: Tensor) -> list[Tensor]:
-    """The pictures to show; of videos, some frames of the first."""
+    """The first and the last picture; of videos, some frames of the first."""
     if pictures.ndim == 4:
-        return [pictures[row] for row in SHOWN]
+        return [pictures[row] for row in sorted({0, len(pictures) - 1})]
     return [pictures[0, :, frame] for frame in FRAMES]
 
 
@@ -103,10 +117,37 @@ def _pixels(picture: Tensor) -> Image.Image:
     return Image.fromarray(array).resize((SIDE, SIDE), Image.Resampling.BICUBIC)
 
 
+def _title(name: str, seconds: Mapping[str, float]) -> tuple[str, str]:
+    """What stands over a column: its name, and how long it took."""
+    if name == OFF:
+        return "ToMe off", f"{seconds[OFF]:.1f} s"
+    times = seconds[OFF] / seconds[name]
+    return name.capitalize(), f"{seconds[name]:.1f} s, {times:.2f} times as fast"
+
+
+def _merged(recording: Recording, picture: Tensor) -> tuple[Image.Image, str]:
+    """What merged in the last step in a part of the largest map, and how much did in all of it."""
+    grid = next(iter(recording.levels.values()))
+    step = max(step for step, at in recording.slots if at == grid)
+    slots = recording.slots[step, grid]
+    drawn = drawing.merge_map(slots, picture.permute(1, 2, 0).numpy())
+    scale = len(drawn) // grid.height
+    part = drawn[TOP * scale : (TOP + PART) * scale, LEFT * scale : (LEFT + PART) * scale]
+    words = f"{grid.tokens} tokens in {len(np.unique(slots))} groups"
+    return Image.fromarray(part).resize((SIDE, SIDE), Image.Resampling.LANCZOS), words
+
+
+def _frame(picture: Image.Image) -> None:
+    """Frame the part of a picture that is shown enlarged."""
+    left, top, part = (each * SIDE / TOKENS for each in (LEFT, TOP, PART))
+    box = left, top, left + part, top + part
+    ImageDraw.Draw(picture).rectangle(box, outline=FRAME, width=2)
+
+
 def _sheet(
-    columns: Mapping[str, Sequence[Image.Image]], seconds: Mapping[str, float]
+    columns: Mapping[str, Sequence[Image.Image]], titles: Mapping[str, tuple[str, str]]
 ) -> Image.Image:
-    """One column of pictures for each model, under its name and seconds."""
+    """One column of pictures under each title."""
     rows = len(next(iter(columns.values())))
     size = MARGIN + len(columns) * (SIDE + MARGIN), CAPTION + rows * (SIDE + MARGIN)
     sheet = Image.new("RGB", size, PAPER)
@@ -114,10 +155,7 @@ def _sheet(
     large, small = ImageFont.load_default(18), ImageFont.load_default(16)
     for column, (name, pictures) in enumerate(columns.items()):
         x = MARGIN + column * (SIDE + MARGIN)
-        title, text = "ToMe off", f"{seconds[name]:.1f} s"
-        if name != OFF:
-            title = name.capitalize()
-            text += f", {seconds[OFF] / seconds[name]:.2f} times faster"
+        title, text = titles[name]
         draw.text((x, 5), title, INK, large)
         draw.text((x, 27), text, MUTED, small)
         for row, picture in enumerate(pictures):

@@ -150,10 +150,12 @@ class HighResolutionJudge(PictureJudge):
     denoise = 0.5
     is_compared_with_many = False
 
-    def __init__(self, steps: int, guidance: float = 3.0, seeds: int = 1):
+    def __init__(self, steps: int, guidance: float = 3.0, seeds: int = 1, photo: int = 0):
+        """``photo`` is that of the first seed; see :data:`benchmarks.fidelity.denoiser.NAMES`."""
         super().__init__(steps, guidance, seeds)
         first = PictureJudge(12, guidance)
-        pictures = first.latent(first.model, 0)[:seeds]
+        self.crops = self.crops[photo:]
+        pictures = first.latent(first.model, 0)[photo : photo + seeds]
         self._begin = F.interpolate(pictures, scale_factor=2.0, mode="bicubic")
 
     def batch(self, seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:

@@ -116,8 +116,7 @@ def test_every_link_leads_somewhere(name):
 
 def test_the_readme_and_the_glossary_are_short():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 200
-    assert len(text.split()) <= 1000
+    assert len(text.split()) <= 700
     text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
     assert len(re.findall(r"^\| \*\*", text, re.MULTILINE)) == 12
 
