@@ -7,6 +7,7 @@ Writes a table and a plot of the tokens that stay to benchmarks/results/. It tak
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 
 from benchmarks.host import use_cpu
 from tools.environment import ROOT
@@ -71,14 +72,11 @@ def _row(name: str, network: nn.Module, side: int) -> list[str]:
     latent = Grid(side, side)
     balanced, fast = (_patched(network, preset) for preset in ("balanced", "fast"))
     levels = sorted({block.stack.level for block in fast.blocks})
-    saved = balanced.saved(latent) or 0.0
-    merged = fast.saved(latent) or 0.0
+    saved, merged = (model.saved(latent) or 0.0 for model in (balanced, fast))
     # In a full step, keys and values of large maps merge.
     keys = replace(fast.config, scope="module")
-    work = UNET.work(fast)
-    full = work.saved(keys, latent, LARGE, fast.deepest(latent))
-    every = fast.config.refresh_steps
-    run = ((every - 1) * merged + full) / every
+    full = UNET.work(fast).saved(keys, latent, LARGE, fast.deepest(latent))
+    run = merged + (full - merged) / fast.config.refresh_steps
     return [
         name,
         ", ".join(str(latent.downsampled(level).tokens) for level in levels),
@@ -96,15 +94,12 @@ def plot(ratios: Sequence[float] = (0.4, 0.6, 0.75)) -> None:
     """Plot the share of tokens that stays by the side of a map."""
     sides = np.geomspace(32, 256, 97)
     figure, axis = plt.subplots(figsize=(8, 5))
-    for (preset, colour), ratio in (
-        (each, ratio)
-        for each in (("balanced", "tab:blue"), ("fast", "tab:orange"))
-        for ratio in ratios
-    ):
+    colours = {"balanced": "tab:blue", "fast": "tab:orange"}
+    for preset, ratio in product(colours, ratios):
         growth = settings_of(preset, {})["growth"]
         kept = [1 - share_of(ratio, round(side) ** 2, growth) for side in sides]
         width = 2.0 if ratio == ToMeConfig.ratio else 0.9
-        axis.plot(sides, kept, color=colour, lw=width, label=f"{preset}, ratio {ratio:g}")
+        axis.plot(sides, kept, color=colours[preset], lw=width, label=f"{preset}, ratio {ratio:g}")
     axis.set_xscale("log", base=2)
     axis.set_xticks([32, 64, 128, 256], ["32x32", "64x64", "128x128", "256x256"])
     axis.set(xlabel="tokens of the map", ylabel="share that stays", ylim=(0, 0.7))
