@@ -203,6 +203,6 @@ def test_a_bar_shows_how_far_it_is(server):
             node = event["data"]["nodes"].get("tune")
             values.extend([node] if node else [])
 
-    server.run(with_tune(seed=35, speed_up=3.0, measure_again=True), on_event=look)
+    server.run(with_tune(seed=35, side=128, speed_up=3.0, measure_again=True), on_event=look)
     assert len({node["value"] for node in values}) > 2
     assert {node["max"] for node in values if node["value"] > 1} == {18}
