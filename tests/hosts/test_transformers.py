@@ -44,14 +44,14 @@ def test_a_lossless_plan_reproduces_the_unpatched_model_and_nothing_is_left(
 ):
     tiny, model = TINY[kind], models(kind)
     options = {"size": tiny.size(7, 9)}
-    plain, merged = (sample(each, tiny, **options) for each in (model, attach(model, keys_only())))
+    patched, off = attach(model, keys_only()), attach(model, keys_only(ratio=0.0))
+    plain, merged = (sample(run, tiny, **options) for run in (model, patched))
     assert not torch.equal(merged, plain)
     assert shuffle_error(model, tiny, **options) < 1e-5
     assert log_messages()[-1].startswith(f"[ToMe] merged {tiny.blocks}/{tiny.blocks} blocks (")
-    patched, off = attach(model, keys_only()), attach(model, keys_only(ratio=0.0))
     assert torch.equal(sample(patched, tiny, **options), merged)
-    for each in detach(patched), off, model:
-        assert torch.equal(sample(each, tiny, **options), plain)
+    for unpatched in detach(patched), off, model:
+        assert torch.equal(sample(unpatched, tiny, **options), plain)
     assert overridden(model) == []
 
 
@@ -86,11 +86,11 @@ def test_keys_of_the_picture_merge_and_everything_else_stays(models, log_message
 
 def test_settings_that_are_for_unets_act_as_keys_and_values_alone(models, log_messages):
     tiny, model = TINY["flux"], models("flux")
-    expected, *found = (
+    expected, *others = (
         sample(attach(model, keys_only(**settings)), tiny)
         for settings in ({}, {"attn_tokens": "q,k,v"}, {"scope": "stack"})
     )
-    assert all(torch.equal(each, expected) for each in found)
+    assert all(torch.equal(result, expected) for result in others)
     assert len({*log_messages()}) == 1
     config = merging(merge_attn=False, merge_mlp=True)
     assert torch.equal(sample(attach(model, config), tiny), sample(model, tiny))
@@ -211,8 +211,8 @@ def test_keys_and_values_that_count_once_are_means(models, monkeypatch, strategy
     monkeypatch.setattr(AttentionBlock, "plan_of", noted)
     patched = attach(other, keys_only(strategy=strategy, proportional_attn=False))
     sample(patched, tiny, steps=1, cfg=1.0)
-    for each, merged in zip(before, calls[0], strict=True):
-        assert relative_error(merged, plans[0].merge(each)) < 1e-6
+    for tokens, merged in zip(before, calls[0], strict=True):
+        assert relative_error(merged, plans[0].merge(tokens)) < 1e-6
 
 
 @pytest.mark.parametrize("kind", ["flux", "krea2", "sd3", "wan21", "ltxv", "minimax_h3"])
@@ -248,7 +248,7 @@ def test_torch_compile_makes_whole_graphs(models, fresh_compiler, kind):
 
     def results(model):
         patched = [attach(model, keys_only(ratio=ratio)) for ratio in (0.5, 0.25)]
-        return [sample(each, tiny) for each in (model, *patched, model)]
+        return [sample(run, tiny) for run in (model, *patched, model)]
 
     expected = results(model)
     compiled = model.clone()
@@ -322,8 +322,8 @@ def test_records_name_classes_of_the_host():
     classes = [name for record in transformers.TRANSFORMERS for name in record.classes]
     assert len(set(classes)) == len(classes)
     for name in classes:
-        module, _, found = f"comfy.ldm.{name}".rpartition(".")
-        assert isinstance(getattr(importlib.import_module(module), found), type)
+        module, _, kind = f"comfy.ldm.{name}".rpartition(".")
+        assert isinstance(getattr(importlib.import_module(module), kind), type)
 
 
 @pytest.mark.parametrize("frame", [-1, 1, 4])
@@ -337,14 +337,12 @@ def test_a_report_shows_any_frame_of_a_video(models, frame):
     # Cells span several frames.
     assert np.isin(slots[0], slots[1:]).any()
     shown = 2 if frame == -1 else frame - 1
-    expected = drawing.merge_map(slots, frame=shown)
-    height, width = expected.shape[:2]
-    drawn = report_of(run, frame=frame).picture
-    assert np.array_equal(drawn[-20 - height : -20, 20 : 20 + width], expected)
     pictures = np.random.default_rng(0).random((9, 16, 20, 3))
-    expected = drawing.merge_map(slots, pictures[2 * shown], shown)
-    drawn = report_of(run, frame=frame, pictures=pictures).picture
-    assert np.array_equal(drawn[-20 - height : -20, 20 : 20 + width], expected)
+    for given, picture in (None, None), (pictures, pictures[2 * shown]):
+        expected = drawing.merge_map(slots, picture, shown)
+        height, width = expected.shape[:2]
+        drawn = report_of(run, frame=frame, pictures=given).picture
+        assert np.array_equal(drawn[-20 - height : -20, 20 : 20 + width], expected)
 
 
 def test_a_missing_frame_is_reported(models):
