@@ -499,21 +499,6 @@ def test_widgets_change_with_the_mouse(editor):
 
 
 @in_nodes_2
-def test_widgets_change_with_the_mouse_in_nodes_2(editor):
-    editor.open(sample_graph(preset="custom"))
-    before = patch_inputs(editor)
-    node, label = editor.node(PATCH_TYPE), editor.page.get_by_label("ratio", exact=True)
-    ratio = node.get_by_test_id("node-widget").filter(has=label)
-    ratio.get_by_test_id("increment").click()
-    node.get_by_text("Show advanced inputs").click()
-    node.get_by_label("merge_mlp").click()
-    node.get_by_label("max_downsample").click()
-    editor.page.get_by_role("option", name="1", exact=True).click()
-    changed = {"ratio": 0.65, "max_downsample": "1", "merge_mlp": True}
-    assert patch_inputs(editor) == before | changed
-
-
-@in_nodes_2
 def test_advanced_inputs_fold(editor, picture):
     editor.open(sample_graph())
     plain = [option.name for option in CAPTION.options if not option.advanced]
@@ -597,10 +582,9 @@ def graph_with_report(side):
     graph = small_graph("tome_img2img")
     node_of(graph, "ImageScale")["widgets_values"][1:3] = [side, side]
     node_of(graph, "KSampler")["widgets_values"][6] = 0.2
-    sources = {"model": PATCH_TYPE, "samples": "KSampler", "image": "ImageScale"}
+    sources = [("model", PATCH_TYPE, "MODEL"), ("samples", "KSampler", "LATENT")]
     inputs = []
-    for slot, (name, source) in enumerate(sources.items()):
-        kind = {"model": "MODEL", "samples": "LATENT", "image": "IMAGE"}[name]
+    for slot, (name, source, kind) in enumerate([*sources, ("image", "ImageScale", "IMAGE")]):
         link, node = 100 + slot, node_of(graph, source)
         inputs.append({"name": name, "type": kind, "link": link})
         node["outputs"][0]["links"].append(link)
@@ -679,22 +663,23 @@ def test_all_of_a_report_is_shown_in_a_node_of_any_size(editor):
 
 def place_and_wire(editor, blueprint, models, latent):
     """Link a blueprint from the search to and from a small graph."""
+    checkpoint, prompt = "CheckpointLoaderSimple", "CLIPTextEncode"
     editor.open(small_graph())
     # The prompts are above the rest.
     editor.look_at(-20, -440, scale=0.65)
     editor.search(blueprint).filter(has_text=blueprint).first.click()
     editor.place(1200, 560)
     placed = editor.page.evaluate("() => app.rootGraph.nodes.find(node => node.subgraph).type")
-    for name in models:
-        editor.connect("CheckpointLoaderSimple", "MODEL", placed, name)
-    editor.connect("CLIPTextEncode", "CONDITIONING", placed, "positive")
-    editor.connect("CLIPTextEncode", "CONDITIONING", placed, "negative")
-    editor.connect(latent[0], "LATENT", placed, latent[1])
-    editor.connect("CheckpointLoaderSimple", "VAE", placed, "vae")
+    for source, output, name in (
+        *((checkpoint, "MODEL", name) for name in models),
+        *((prompt, "CONDITIONING", name) for name in ("positive", "negative")),
+        *((latent[0], "LATENT", latent[1]), (checkpoint, "VAE", "vae")),
+    ):
+        editor.connect(source, output, placed, name)
     editor.connect(placed, "IMAGE", "SaveImage", "images")
 
 
-# Each in one of the designs: what is wired and run is the same, and so is how.
+# One in each design: what is wired and run is the same, and so is how.
 @pytest.mark.parametrize(
     ("editor", "blueprint", "models", "latent", "side"),
     [
@@ -737,8 +722,8 @@ def test_help_page_is_shown(editor):
     expect(shown.get_by_role("row").filter(has_text="max_downsample").first).to_be_visible()
     pictures = shown.get_by_role("img").all()
     assert pictures
-    for each in pictures:
-        expect(each).not_to_have_js_property("naturalWidth", 0)
+    for picture in pictures:
+        expect(picture).not_to_have_js_property("naturalWidth", 0)
 
 
 @in_nodes_2

@@ -1,4 +1,4 @@
-"""Presets: what each decides, and what it leaves to other inputs."""
+"""Presets: what they decide, and what they leave to other inputs."""
 
 import re
 
@@ -85,7 +85,7 @@ def test_the_node_runs_the_preset(sd15, preset):
     ("preset", "shares"),
     [("balanced", (0.801, 0.6)), ("fast", (0.667, 0.6)), ("paper", (0.6,))],
 )
-def test_larger_maps_merge_more_and_so_does_each_large_level(
+def test_larger_maps_merge_more_and_so_does_every_large_level(
     sd15_of, log_messages, monkeypatch, preset, shares
 ):
     # Maps that are large in fact would take a minute.
@@ -97,15 +97,6 @@ def test_larger_maps_merge_more_and_so_does_each_large_level(
     assert [before for before, _ in sizes] == [32 * 32, 16 * 16][: len(shares)]
     merged = [1 - after / before for before, after in sizes]
     assert merged == pytest.approx(shares, abs=0.01)
-
-
-def test_presets_are_ordered_by_how_much_they_change(sd15):
-    plain = sample(sd15, **SIZE)
-    errors = {
-        preset: relative_error(sample(patched(sd15, preset=preset), **SIZE), plain)
-        for preset in OPTIONS
-    }
-    assert 0 < errors["balanced"] < errors["paper"] < errors["fast"]
 
 
 @pytest.mark.parametrize(
