@@ -86,7 +86,7 @@ def test_each_workflow_has_its_api_format_and_a_thumbnail_that_is_a_small_jpeg(n
 
 def nodes_of(graph):
     inner = graph.get("definitions", {}).get("subgraphs", [])
-    return [*graph["nodes"], *(node for each in inner for node in nodes_of(each))]
+    return [*graph["nodes"], *(node for subgraph in inner for node in nodes_of(subgraph))]
 
 
 @pytest.mark.parametrize(

@@ -79,8 +79,8 @@ def test_a_forecast_continues_a_straight_line_in_the_logarithm_of_signal_to_nois
 
     options_of_run = {"transformer_options": {"sample_sigmas": levels}}
     for level in levels[:-1]:
-        found = predict(line, torch.zeros(1), level[None], options_of_run, 0)
-        assert found.item() == pytest.approx(line(None, float(level)).item(), rel=1e-4)
+        forecast = predict(line, torch.zeros(1), level[None], options_of_run, 0)
+        assert forecast.item() == pytest.approx(line(None, float(level)).item(), rel=1e-4)
 
 
 @pytest.fixture
