@@ -82,9 +82,3 @@ def check_plan(method: Method, device: torch.device, dtype: torch.dtype) -> None
     error = difference(plan.merge(features).double(), sums / counts[..., None])
     if error > TOLERANCES[dtype]:
         raise WrongOutput(f"its plan merges to values that differ from the means by {error:.2g}")
-
-
-def unpatched_output(subject: Subject) -> Tensor:
-    """The output of the unpatched model."""
-    (output,) = subject.run(subject.model, nullcontext())
-    return output

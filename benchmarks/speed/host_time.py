@@ -4,8 +4,8 @@ python3 dev.py bench --host-time [--quick]
 
 The UNets have as many modules as SD 1.5 and SDXL, but so few channels and tokens that an evaluation
 is all Python and calls of operators. The launchers of the Triton kernels run up to the launch,
-which is left out because there is no GPU; count 3 to 5 µs for each. Each evaluation runs between
-two of the unpatched model with the same inputs, and the time is the difference from their mean.
+which is left out because there is no GPU; it takes 3 to 5 µs more. An evaluation runs between two
+of the unpatched model with the same inputs, and the time is the difference from their mean.
 """
 
 import argparse
@@ -57,7 +57,7 @@ STEPS = 8
 """Evaluations of a run; two of them run on all tokens under preset fast."""
 
 ROUNDS = 9
-"""Timed runs of each method."""
+"""Timed runs of a method."""
 
 _CONTEXT = 32
 
@@ -96,7 +96,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
 
 
 class _Compared(Subject):
-    """Evaluates the unpatched model before and after each evaluation of a patched one.
+    """Evaluates the unpatched model before and after the patched one.
 
     Attributes:
         plain: for each step, the mean seconds of the two unpatched evaluations.
@@ -212,7 +212,7 @@ to an evaluation, on average over a run; ``blocks``: the blocks that merge.
 
 
 def measure(model: Thin, rounds: int) -> dict[str, Figures]:
-    """The figures of each method."""
+    """The figures of all methods."""
     loaded = build_class(model.kind, model.unet)
     subject = Subject(loaded, _CONTEXT, PIXELS)
     compared = _Compared(loaded, _CONTEXT, PIXELS)

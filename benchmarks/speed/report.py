@@ -111,7 +111,7 @@ def _faster(run: figures.Run, names: Sequence[str], unit: int = 1) -> list[str]:
 
 
 def unets(result: Result) -> Sequence[str]:
-    """A table for each comparison."""
+    """The tables of comparisons."""
     parts = []
     for run in result.get("runs", []):
         parts += [f"### {figures.title(run)}", figures.table(run)]
@@ -120,7 +120,7 @@ def unets(result: Result) -> Sequence[str]:
 
 
 def transformers(result: Result) -> Sequence[str]:
-    """A table for each whole run."""
+    """The tables of whole runs."""
     parts = []
     for row in result.get("whole_runs", []):
         about = f"{row['name']}, {row['size']}, {row['steps']} steps of euler, {row['dtype']}"
@@ -133,7 +133,7 @@ def transformers(result: Result) -> Sequence[str]:
 
 
 def table_of_run(row: Mapping[str, Any]) -> str:
-    """Seconds of a whole run, and times faster, in each way."""
+    """Seconds of a whole run in all ways, and times faster."""
     rows = [
         [
             name,

@@ -25,7 +25,7 @@ STEPS, FEWER = 8, 6
 """Steps of a run, and of a plain run that takes as long as the preset's."""
 
 ROUNDS = (2, 5)
-"""The least and the most rounds of each run."""
+"""The least and the most rounds of a run."""
 
 _ROUNDS_SECONDS = 10.0
 _RUN_SECONDS = 60.0

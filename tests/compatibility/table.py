@@ -1,4 +1,4 @@
-"""What becomes of our node beside each other node?
+"""What becomes of our node beside another node?
 
 Each node of :mod:`.neighbours` meets ours, before it and after it, on tiny models of ComfyUI's own
 classes; the page that is written says how.

@@ -165,11 +165,11 @@ def text_and_settings(entry):
 
 @pytest.mark.parametrize("wish", [{"speed_up": 1.0}, {"goal": "likeness", "change": 0.0}], ids=str)
 def test_a_wish_for_nothing_gives_the_unpatched_picture_and_says_why(server, wish):
-    entry = server.run(with_tune(side=256, seed=31, **wish))
+    entry = server.run(with_tune(side=128, seed=31, **wish))
     text, settings = text_and_settings(entry)
     assert text.startswith("Unpatched: ") and text.endswith("what the model has without ToMe.")
     assert settings == {"preset": "balanced", "ratio": 0.0}
-    plain = server.run(txt2img(seed=31, side=256))
+    plain = server.run(txt2img(seed=31, side=128))
     assert saved_pixels(server, entry) == saved_pixels(server, plain)
 
 

@@ -13,6 +13,7 @@ from comfy_extras import nodes_custom_sampler as nodes
 from common import Shuffle, relative_error
 from host import (
     calls_of,
+    compiled,
     keys_only,
     merged_keys,
     merging,
@@ -97,20 +98,26 @@ def test_settings_that_are_for_unets_act_as_keys_and_values_alone(models, log_me
     assert log_messages()[-1] == f"[ToMe] nothing merged: {reasons.ATTENTION_OFF}"
 
 
+def attending(model):
+    """The model with an attention in place of the host's, and the keys, values and masks of it."""
+    calls = []
+
+    def theirs(_, q, k, v, heads, mask=None, **kwargs):
+        calls.append((k, v, mask))
+        return attention_pytorch(q, k, v, heads, mask=mask, **kwargs)
+
+    return with_override(model, theirs), calls
+
+
 @pytest.mark.parametrize("kind", ["flux", "krea2", "wan21"])
 def test_an_override_that_ignores_its_function_gives_the_same_picture(models, log_messages, kind):
     tiny, model = TINY[kind], models(kind)
-    lengths = []
-
-    def theirs(_, q, k, v, *args, **kwargs):
-        lengths.append(k.shape[2] if kwargs.get("skip_reshape") else k.shape[1])
-        return attention_pytorch(q, k, v, *args, **kwargs)
-
-    other = with_override(model, theirs)
+    other, calls = attending(model)
     sample(other, tiny, steps=1)
-    all_keys, lengths[:] = [*lengths], []
+    all_keys = sum(k.shape[-2] for k, _, _ in calls)
+    calls.clear()
     merged = sample(attach(other, keys_only()), tiny, steps=1)
-    assert sum(lengths) < sum(all_keys)
+    assert sum(k.shape[-2] for k, _, _ in calls) < all_keys
     expected = sample(attach(model, keys_only()), tiny, steps=1)
     assert relative_error(merged, expected) < 1e-5
     assert "weigh as one token" not in log_messages()[0]
@@ -195,23 +202,19 @@ def test_masked_text_stays_masked(models, kind):
 
 @pytest.mark.parametrize("strategy", ["bipartite", "window", "cluster"])
 def test_keys_and_values_that_count_once_are_means(models, monkeypatch, strategy):
-    tiny, calls, plans, plan_of = TINY["wan21"], [], [], AttentionBlock.plan_of
-
-    def theirs(_, q, k, v, *args, **kwargs):
-        calls.append((k, v))
-        return attention_pytorch(q, k, v, *args, **kwargs)
+    tiny, plans, plan_of = TINY["wan21"], [], AttentionBlock.plan_of
 
     def noted(*args):
         plans.append(plan_of(*args))
         return plans[-1]
 
-    other = with_override(models("wan21"), theirs)
+    other, calls = attending(models("wan21"))
     sample(other, tiny, steps=1, cfg=1.0)
     before, calls[:] = calls[0], []
     monkeypatch.setattr(AttentionBlock, "plan_of", noted)
     patched = attach(other, keys_only(strategy=strategy, proportional_attn=False))
     sample(patched, tiny, steps=1, cfg=1.0)
-    for tokens, merged in zip(before, calls[0], strict=True):
+    for tokens, merged in zip(before[:2], calls[0][:2], strict=True):
         assert relative_error(merged, plans[0].merge(tokens)) < 1e-6
 
 
@@ -221,20 +224,13 @@ def test_merged_keys_weigh_as_much_as_all_keys(models, kind):
         # One that passes masks by place does not show them to an override.
         has_matrix = hasattr(comfy.ldm.lightricks.model, "freqs_cis_matrix")
         needs("LTX that passes masks by name", has_matrix)
-    tiny, model = TINY[kind], models(kind)
-    calls = []
-
-    def theirs(_, q, k, v, heads, mask=None, **kwargs):
-        calls.append((k.shape[-2], mask))
-        return attention_pytorch(q, k, v, heads, mask=mask, **kwargs)
-
-    other = with_override(model, theirs)
+    tiny = TINY[kind]
+    other, calls = attending(models(kind))
     sample(other, tiny, steps=3)
-    plain, calls[:] = [keys for keys, _ in calls], []
+    plain, calls[:] = [k.shape[-2] for k, _, _ in calls], []
     sample(attach(other, keys_only()), tiny, steps=3)
-    fewer = [
-        (before, mask) for before, (keys, mask) in zip(plain, calls, strict=True) if keys < before
-    ]
+    pairs = zip(plain, calls, strict=True)
+    fewer = [(before, mask) for before, (k, _, mask) in pairs if k.shape[-2] < before]
     assert len(fewer) >= tiny.blocks * 3
     for before, mask in fewer:
         assert torch.allclose(mask.exp().sum(-1), torch.tensor(float(before), device=mask.device))
@@ -242,8 +238,6 @@ def test_merged_keys_weigh_as_much_as_all_keys(models, kind):
 
 @pytest.mark.parametrize("kind", ["flux", "z_image", "qwen_image", "krea2", "wan21"])
 def test_torch_compile_makes_whole_graphs(models, fresh_compiler, kind):
-    from comfy_api.torch_helpers import set_torch_compile_wrapper
-
     tiny, model = TINY[kind], models(kind)
 
     def results(model):
@@ -251,11 +245,10 @@ def test_torch_compile_makes_whole_graphs(models, fresh_compiler, kind):
         return [sample(run, tiny) for run in (model, *patched, model)]
 
     expected = results(model)
-    compiled = model.clone()
     # On a GPU the host's own attention with a mask and grouped queries breaks the graph.
     is_whole = kind != "krea2" or model.load_device.type == "cpu"
-    set_torch_compile_wrapper(compiled, backend="eager", fullgraph=is_whole)
-    for given, wanted in zip(results(compiled), expected, strict=True):
+    graphs = compiled(model.clone(), backend="eager", fullgraph=is_whole)
+    for given, wanted in zip(results(graphs), expected, strict=True):
         assert relative_error(given, wanted) < 1e-5
 
 
