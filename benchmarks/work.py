@@ -76,14 +76,11 @@ def _row(name: str, network: nn.Module, side: int) -> list[str]:
     latent = Grid(side, side)
     balanced, fast = (_patched(network, preset) for preset in ("balanced", "fast"))
     levels = sorted({block.stack.level for block in fast.blocks})
-    saved = balanced.saved(latent) or 0.0
-    merged = fast.saved(latent) or 0.0
+    saved, merged = (model.saved(latent) or 0.0 for model in (balanced, fast))
     # In a full step, keys and values of all large maps merge.
     keys = replace(fast.config, scope="module")
-    work = UNET.work(fast)
-    full = work.saved(keys, latent, LARGE, fast.deepest(latent))
-    every = fast.config.refresh_steps
-    run = ((every - 1) * merged + full) / every
+    full = UNET.work(fast).saved(keys, latent, LARGE, fast.deepest(latent))
+    run = merged + (full - merged) / fast.config.refresh_steps
     return [
         name,
         ", ".join(str(latent.downsampled(level).tokens) for level in levels),

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 from tools.environment import PYTHON, VENV
 from tools.steps import SetupError, run, succeeds
 
 PLAYWRIGHT_BROWSERS = VENV / "browsers"
+PLAYWRIGHT_NAMES = ("chrome", "chrome.exe", "Chromium", "Google Chrome for Testing")
 
 COMMANDS = (
     *("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome"),
@@ -27,12 +28,10 @@ LOCATIONS = (
 
 def find_browser() -> Path | None:
     """Return a Chromium or Chrome that starts: the system's, else Playwright's, else None."""
-    on_path = (shutil.which(command) for command in COMMANDS)
-    for candidate in (*on_path, *LOCATIONS):
-        if candidate and _starts(candidate):
-            return Path(candidate)
-    downloaded = _playwright_browser()
-    return downloaded if downloaded and _starts(downloaded) else None
+    on_path = [shutil.which(command) for command in COMMANDS]
+    files = (file for file in PLAYWRIGHT_BROWSERS.rglob("*") if file.name in PLAYWRIGHT_NAMES)
+    candidates = (Path(name) for name in chain(on_path, LOCATIONS, files) if name)
+    return next(filter(_starts, candidates), None)
 
 
 def ensure_browser() -> Path:
@@ -68,27 +67,9 @@ def _installations() -> list[tuple[str, Sequence[str | Path]]]:
     return steps
 
 
-def _starts(browser: str | Path) -> bool:
-    if not Path(browser).is_file():
+def _starts(browser: Path) -> bool:
+    if not browser.is_file():
         return False
     # Some distributions have a placeholder of this name that only says how to install the real one.
     # On Windows, --version would open a window.
     return os.name == "nt" or succeeds([browser, "--version"])
-
-
-def _playwright_browser() -> Path | None:
-    if not PLAYWRIGHT_BROWSERS.is_dir():
-        return None
-    question = (
-        "from playwright.sync_api import sync_playwright\n"
-        "with sync_playwright() as playwright:\n"
-        "    print(playwright.chromium.executable_path)"
-    )
-    answer = subprocess.run(
-        [str(PYTHON), "-c", question],
-        env={**os.environ, "PLAYWRIGHT_BROWSERS_PATH": str(PLAYWRIGHT_BROWSERS)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-    ).stdout.strip()
-    return Path(answer) if answer else None

@@ -28,11 +28,9 @@ from tools.steps import run, timed
 
 ARCHIVE = "comfyui.tar.gz"
 
-LEFT_OUT = frozenset(
-    {
-        *("api_server", "app", "blueprints", "comfy_api_nodes", "custom_nodes", "input", "models"),
-        *("output", "script_examples", "temp", "tests", "tests-unit", "user", "venv"),
-    }
+LEFT_OUT = (
+    *("api_server", "app", "blueprints", "comfy_api_nodes", "custom_nodes", "input", "models"),
+    *("output", "script_examples", "temp", "tests", "tests-unit", "user", "venv"),
 )
 """Folders of ComfyUI that no measurement needs; those that start with a dot are left out, too."""
 
@@ -70,7 +68,7 @@ def pack(folder: Path, has: Iterable[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with timed("Packing ComfyUI"):
         pack_comfyui(comfyui_directory(), folder / ARCHIVE)
-    present = {_name(each) for each in has}
+    present = {_name(package) for package in has}
     pinned = _pinned()
     for names, platforms in ((NEEDED, _PLATFORMS), (PURE, ("any",))):
         wanted = [f"{name}=={pinned[name]}" for name in names if name not in present]
@@ -78,7 +76,7 @@ def pack(folder: Path, has: Iterable[str]) -> None:
             command: list[str | Path] = [
                 *(PYTHON, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps"),
                 *("--only-binary=:all:", "--python-version=3.12", f"--dest={folder}"),
-                *(f"--platform={each}" for each in platforms),
+                *(f"--platform={platform}" for platform in platforms),
             ]
             run(f"Fetching {len(wanted)} wheels", [*command, *wanted])
     sizes = [file.stat().st_size for file in folder.iterdir()]
@@ -96,8 +94,8 @@ def pack_comfyui(comfyui: Path, archive: Path) -> None:
         return member
 
     with tarfile.open(archive, "w:gz") as file:
-        for each in sorted(comfyui.iterdir()):
-            file.add(each, each.name, filter=kept)
+        for part in sorted(comfyui.iterdir()):
+            file.add(part, part.name, filter=kept)
 
 
 def unpack(folder: Path, scratch: Path) -> dict[str, str]:
@@ -136,9 +134,9 @@ def unpack(folder: Path, scratch: Path) -> dict[str, str]:
 
 def _pinned() -> dict[str, str]:
     files = CONSTRAINTS, LIGHT_REQUIREMENTS, REQUIREMENTS
-    texts = [each.read_text(encoding="utf-8") for each in files]
-    found = re.findall(r"^([\w.-]+)==([^\s;]+)", "\n".join([*texts, LDM]), re.MULTILINE)
-    return {_name(name): version for name, version in found}
+    texts = [file.read_text(encoding="utf-8") for file in files]
+    pins = re.findall(r"^([\w.-]+)==([^\s;]+)", "\n".join([*texts, LDM]), re.MULTILINE)
+    return {_name(name): version for name, version in pins}
 
 
 def _name(package: str) -> str:

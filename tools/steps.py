@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,22 +12,14 @@ from pathlib import Path
 
 from tools.errors import ToolError
 
-NETWORK_SYMPTOMS = (
-    *("NewConnectionError", "ConnectTimeout", "ReadTimeout", "NameResolutionError", "ProxyError"),
-    *("Temporary failure in name resolution", "Network is unreachable", "Connection refused"),
-    *("Connection reset", "getaddrinfo"),
-)
-
-NO_PACKAGE = "No matching distribution found"
-DISK_FULL = ("No space left on device", "not enough space on the disk")
+ADVICE = """\
+The reason is above. If it is the network, a proxy or a full disk, mend that and run this again. \
+If a package does not support this Python on this system, delete .venv and run this with another, \
+3.10 or later."""
 
 
 class SetupError(ToolError):
     """The set-up could not be completed; the message says why and what to do."""
-
-
-class FetchError(SetupError):
-    """Something could not be fetched; nothing has changed."""
 
 
 def run(
@@ -48,9 +39,7 @@ def run(
             return
         log.seek(0)
         output = log.read().strip()
-    failed_to_fetch = _has(output, (*NETWORK_SYMPTOMS, NO_PACKAGE)) and not _has(output, DISK_FULL)
-    failure = FetchError if failed_to_fetch else SetupError
-    raise failure(f"{output}\n\n{step}: failed with exit code {status}. {_advice(output)}")
+    raise SetupError(f"{output}\n\n{step}: failed with exit code {status}. {ADVICE}")
 
 
 @contextmanager
@@ -77,25 +66,3 @@ def succeeds(command: Sequence[str | Path]) -> bool:
     except (OSError, subprocess.TimeoutExpired):
         return False
     return result.returncode == 0
-
-
-def _advice(output: str) -> str:
-    if _has(output, DISK_FULL):
-        return "The disk is full: free some space and run this again."
-    if _has(output, NETWORK_SYMPTOMS):
-        return (
-            "The network could not be reached: check the connection and the proxy settings, "
-            "and run this again."
-        )
-    if _has(output, (NO_PACKAGE,)):
-        version = ".".join(map(str, sys.version_info[:3]))
-        return (
-            "Either the package index could not be reached, so check the network and pip's "
-            f"settings; or the package does not support Python {version} on this system, so "
-            "delete .venv and run this with another Python, 3.10 or later."
-        )
-    return "The reason is above; fix it and run this again."
-
-
-def _has(output: str, symptoms: Sequence[str]) -> bool:
-    return any(symptom in output for symptom in symptoms)

@@ -45,17 +45,17 @@ def load_graph(path: Path) -> Graph:
 
 
 def checkpoint_names(graph: Graph) -> list[str]:
-    """The checkpoint of each loader."""
+    """The checkpoints of its loaders."""
     return [inputs["ckpt_name"] for _, inputs in _of_class(graph, *LOADERS)]
 
 
 def with_checkpoint(graph: Graph, name: str) -> Graph:
-    """The graph with `name` in each of its checkpoint loaders."""
+    """The graph with `name` in all of its checkpoint loaders."""
     return _with_input(graph, "ckpt_name", name, *LOADERS)
 
 
 def without_merging(graph: Graph) -> Graph:
-    """The graph with ratio 0 in each of its ToMe nodes, so that nothing merges."""
+    """The graph with ratio 0 in all of its ToMe nodes, so that nothing merges."""
     return _with_input(graph, "ratio", 0.0, PATCH)
 
 
@@ -65,7 +65,7 @@ def merges(graph: Graph) -> bool:
 
 
 def with_steps(graph: Graph, most: int) -> Graph:
-    """The graph with at most `most` steps in each node that has steps."""
+    """The graph with at most `most` steps in nodes that have steps."""
     changed = copy.deepcopy(graph)
     for node in changed.values():
         inputs = node["inputs"]
@@ -97,7 +97,7 @@ def as_new_run(graph: Graph, run: int) -> Graph:
 
 
 def titles(graph: Graph) -> dict[str, str]:
-    """The title of each sampler of the graph, by its node id."""
+    """The titles of the samplers of the graph, by their node ids."""
     return {
         node: graph[node].get("_meta", {}).get("title") or f"{graph[node]['class_type']} {node}"
         for node, _ in _of_class(graph, *SAMPLERS)

@@ -49,7 +49,7 @@ def main() -> None:
         rows, pictures = judged(judge, picked, against_many=is_kept)
         result = with_others(result)
         kept = result.setdefault(name, {}).setdefault(str(steps), {})
-        kept |= {each: {"origin": taken, **row} for each, row in rows.items()}
+        kept |= {option: {"origin": taken, **row} for option, row in rows.items()}
         if is_kept:
             path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
             is_shown = name not in page.SAMPLED_OTHERWISE and not arguments.names

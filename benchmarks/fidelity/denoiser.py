@@ -119,8 +119,8 @@ def place(crop: Crop, side: int = SIDE) -> Tensor:
     rows, columns = crop.top + steps, crop.left + steps
     times = 2.0 ** torch.arange(PLACE_CHANNELS // 4)[:, None, None]
     places = (rows[:, None].expand(shape), columns.expand(shape))
-    phases = [each * math.pi / HEIGHT * times for each in places]
-    return torch.cat([f(each) for each in phases for f in (torch.sin, torch.cos)])
+    phases = [along * math.pi / HEIGHT * times for along in places]
+    return torch.cat([wave(phase) for phase in phases for wave in (torch.sin, torch.cos)])
 
 
 def held_out_crops(count: int) -> list[Crop]:

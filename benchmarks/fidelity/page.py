@@ -1,7 +1,7 @@
 """Tables, plots and pictures of the fidelity results, and their summary line."""
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,7 @@ JUDGES = {
     "edit": "Edits with two references, of a transformer without guidance",
 }
 """The judges by name, with the titles of their tables."""
-SAMPLED_OTHERWISE = (
-    *("hires_light", "hires_noisy", "hires_strong"),
-    *("few_multistep", "video_multistep"),
-)
+SAMPLED_OTHERWISE = "hires_light", "hires_noisy", "hires_strong", "few_multistep", "video_multistep"
 """Judges that share the model of another and sample otherwise. Their pictures look alike."""
 
 STEPS, CACHE, FORECAST, SIZE = "fewer steps", "cache", "forecast", "lower resolution"
@@ -85,10 +82,8 @@ def markdown(result: Mapping[str, Mapping[str, Rows]], summary: str) -> str:
         "is in bold.",
         f"`{summary}`",
     ]
-    for judge, title in JUDGES.items():
-        if judge not in result:
-            continue
-        parts.append(f"## {title}")
+    for judge in filter(result.get, JUDGES):
+        parts.append(f"## {JUDGES[judge]}")
         for steps, rows in result[judge].items():
             parts += [table(rows, f"{steps} steps"), *origins(rows)]
         parts.append(f"![Error against time]({plot_name(judge)})")
@@ -260,8 +255,8 @@ def summary(result: Mapping[str, Mapping[str, Rows]]) -> str:
 
     def worst_of_hires(name: str) -> float | None:
         """The largest error over tomesd's, of all judges of second passes at high resolution."""
-        found = [worst(judge, "error", name, TOMESD) for judge in JUDGES if "hires" in judge]
-        return max((share for share in found if share is not None), default=None)
+        errors = [worst(judge, "error", name, TOMESD) for judge in JUDGES if "hires" in judge]
+        return max((share for share in errors if share is not None), default=None)
 
     shares: dict[str, float | None] = {
         "image_error_vs_tomesd": worst("pictures", "error", DEFAULT, TOMESD),
@@ -279,14 +274,10 @@ def summary(result: Mapping[str, Mapping[str, Rows]]) -> str:
     }
     if (time := worst("second", "time", FAST, PLAIN)) is not None:
         shares["second_pass_speedup"] = 1 / time
-    for rival, kind in (("fewer_steps", STEPS), ("cache", CACHE)):
-        for judge in JUDGES:
-            known = [
-                share
-                for rows in result.get(judge, {}).values()
-                if (share := best_share(rows, kind)) is not None
-            ]
-            shares[f"vs_{rival}_{judge}"] = max(known, default=None)
+    for (rival, kind), judge in product((("fewer_steps", STEPS), ("cache", CACHE)), JUDGES):
+        known = [best_share(rows, kind) for rows in result.get(judge, {}).values()]
+        own = (share for share in known if share is not None)
+        shares[f"vs_{rival}_{judge}"] = max(own, default=None)
     words = (f"{name}={share:.2f}" for name, share in shares.items() if share is not None)
     return " ".join(["summary:", *words])
 

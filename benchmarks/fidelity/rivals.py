@@ -77,7 +77,7 @@ def forecast(every: int | None = None) -> Patch:
             executor: WrapperExecutor, x: Tensor, level: Tensor, options: Any, *others: Any
         ) -> Tensor:
             levels = options["transformer_options"]["sample_sigmas"]
-            step = step_at(level, levels)
+            step = int((levels - level.max()).abs().argmin())
             if step == 0:
                 known.clear()
             now = _log_ratio(float(level.max()), is_flow)
@@ -92,11 +92,6 @@ def forecast(every: int | None = None) -> Patch:
         return clone
 
     return patch
-
-
-def step_at(level: Tensor, levels: Tensor) -> int:
-    """The step of a run at a noise level, given those of all steps."""
-    return int((levels - level.max()).abs().argmin())
 
 
 def _log_ratio(level: float, is_flow: bool) -> float:

@@ -63,8 +63,8 @@ UNET_AXES: dict[str, Sequence[Any]] = {
     "steps": (12, 16, 20, 30),
     "situation": tuple(
         name
-        for name, each in SITUATIONS.items()
-        if not (each.is_video or name.startswith(_OF_FLOWS))
+        for name, situation in SITUATIONS.items()
+        if not (situation.is_video or name.startswith(_OF_FLOWS))
     ),
     "schedule": tuple((scheduler, None) for scheduler in comfy.samplers.SCHEDULER_NAMES),
 }
@@ -75,13 +75,12 @@ LONG_AXES = ("sampler", "situation", "schedule")
 
 def graphs(is_quick: bool) -> list[Graph]:
     """Those of the table on the exact denoiser."""
-    rows: list[dict[str, Any]] = cover(AXES, LONG_AXES if is_quick else ())
-    others = [each for each in SAMPLERS if each not in PAIRED]
-    of_unets: list[dict[str, Any]] = cover(UNET_AXES, LONG_AXES if is_quick else ())
+    apart = LONG_AXES if is_quick else ()
+    others = [sampler for sampler in SAMPLERS if sampler not in PAIRED]
     return [
-        *(_graph(**row) for row in rows),
-        *(_graph(**row, is_unet=True) for row in of_unets),
-        *(Graph(each, 8, 3.0, True, "plain", "simple", 3.0) for each in others),
+        *(_graph(**row) for row in cover(AXES, apart)),
+        *(_graph(**row, is_unet=True) for row in cover(UNET_AXES, apart)),
+        *(Graph(sampler, 8, 3.0, True, "plain", "simple", 3.0) for sampler in others),
     ]
 
 
@@ -103,18 +102,19 @@ def judged_graphs(is_quick: bool) -> list[Graph]:
         *((20, 3.0, "plain", sampler) for sampler in ("dpmpp_2m", "dpmpp_2m_sde", "dpmpp_sde")),
         *((8, 3.0, "plain", sampler) for sampler in ("res_multistep", "euler_cfg_pp", "heun")),
     ]
-    found = [
-        Graph(sampler, steps, scale, False, situation, "simple", None, is_judged=True)
-        for steps, scale, situation, sampler in asked
-        if steps == 8 or not is_quick
-    ]
     # Two noise levels near the highest are so close that a line through their answers leads far.
-    close = () if is_quick else (("simple", 30), ("beta", 17), ("beta", 18))
-    found += [
-        Graph("euler", steps, 3.0, False, "plain", scheduler, 11.0, is_judged=True)
-        for scheduler, steps in close
+    close = (("simple", 30), ("beta", 17), ("beta", 18))
+    judged = [
+        *(
+            Graph(sampler, steps, scale, False, situation, "simple", None, is_judged=True)
+            for steps, scale, situation, sampler in asked
+        ),
+        *(
+            Graph("euler", steps, 3.0, False, "plain", scheduler, 11.0, is_judged=True)
+            for scheduler, steps in close
+        ),
     ]
-    return found
+    return [graph for graph in judged if graph.steps == 8 or not is_quick]
 
 
 def main() -> int:
@@ -140,13 +140,13 @@ def main() -> int:
         text = page.markdown(taken, summary, rows)
         (RESULTS / "forecasts.md").write_text(text, encoding="utf-8")
     print(summary)
-    return int(any(each.ratio > 1 for _, each in rows))
+    return int(any(result.ratio > 1 for _, result in rows))
 
 
-def _show(number: int, graph: Graph, found: Cell) -> None:
+def _show(number: int, graph: Graph, result: Cell) -> None:
     """Show a cell that is over the limit, and how far the table is."""
-    if found.ratio > 1:
-        print(f"{found.ratio:.2f}: {graph.in_words()}: {found.in_words()}", flush=True)
+    if result.ratio > 1:
+        print(f"{result.ratio:.2f}: {graph.in_words()}: {result.in_words()}", flush=True)
     if number % 100 == 0:
         print(f"{number} cells", flush=True)
 

@@ -5,7 +5,8 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from statistics import mean
 from typing import Any
 from unittest import mock
 
@@ -159,11 +160,11 @@ def cell(graph: Graph) -> Cell:
     if len(reasons) == len(lines):
         is_same = torch.equal(plain[0].latent, ours[0].latent)
         return Cell(ASIDE if is_same and why else WRONG, *counts, why=why)
-    plain += [run(graph, each) for each in others]
-    ours += [run(graph, each, with_ours=True) for each in others]
+    plain += [run(graph, other) for other in others]
+    ours += [run(graph, other, with_ours=True) for other in others]
     try:
         steps, first = _in_fewer_steps(graph, *counts)
-        fewer = [first, *(run(graph, each, steps=steps) for each in others)]
+        fewer = [first, *(run(graph, other, steps=steps) for other in others)]
     except Exception as error:
         return Cell(NONE, *counts, why=f"in fewer steps, {_failure(error)}")
     change, by_fewer = _change(graph, ours, plain), _change(graph, fewer, plain)
@@ -179,13 +180,14 @@ def _in_fewer_steps(graph: Graph, evaluated: int, ours: int) -> tuple[int, Resul
 
     Another node may leave out steps or add some, so that the two numbers differ.
     """
+    plain = partial(run, graph, graph.seeds[0])
     steps = min(graph.steps, round(graph.steps * ours / evaluated))
-    result = run(graph, graph.seeds[0], steps=steps)
+    result = plain(steps=steps)
     while result.evaluated > ours and steps > 2:
         steps -= 1
-        result = run(graph, graph.seeds[0], steps=steps)
+        result = plain(steps=steps)
     while result.evaluated < ours and steps < graph.steps:
-        longer = run(graph, graph.seeds[0], steps=steps + 1)
+        longer = plain(steps=steps + 1)
         if longer.evaluated > ours:
             break
         steps, result = steps + 1, longer
@@ -195,8 +197,7 @@ def _in_fewer_steps(graph: Graph, evaluated: int, ours: int) -> tuple[int, Resul
 def _change(graph: Graph, results: list[Result], plain: list[Result]) -> float:
     """The mean difference of results."""
     pairs = zip(results, plain, strict=True)
-    changes = [graph.subject.difference(one.latent, other.latent) for one, other in pairs]
-    return sum(changes) / len(changes)
+    return mean(graph.subject.difference(one.latent, other.latent) for one, other in pairs)
 
 
 def run(graph: Graph, seed: int, with_ours: bool = False, steps: int | None = None) -> Result:
@@ -225,8 +226,7 @@ def run(graph: Graph, seed: int, with_ours: bool = False, steps: int | None = No
     guider.set_cfg(graph.guidance)
     name, _, churns = graph.sampler.partition(", ")
     sampler = comfy.samplers.sampler_object(name)
-    if churns:
-        sampler.extra_options = sampler.extra_options | _CHURN
+    sampler.extra_options = sampler.extra_options | (_CHURN if churns else {})
     sampler = situation.wrap(sampler)
     sigmas = subjects.sigmas_of(model, name, graph.scheduler, steps or graph.steps)
     batch = (situation.batch, *[1] * (len(subject.shape) - 1))
@@ -238,25 +238,16 @@ def run(graph: Graph, seed: int, with_ours: bool = False, steps: int | None = No
         torch.manual_seed(seed)
         for levels in situation.passes(sigmas):
             added = noise if levels[0] > levels[-1] else torch.zeros_like(noise)
-            latent = guider.sample(
-                added,
-                latent,
-                sampler,
-                levels,
-                mask if situation.masked else None,
-                disable_pbar=True,
-                seed=seed,
-            )
+            given = added, latent, sampler, levels, mask if situation.masked else None
+            latent = guider.sample(*given, disable_pbar=True, seed=seed)
             noise = torch.zeros_like(noise)
     return Result(latent, counter.evaluated)
 
 
 @cache
 def _subject(is_judged: bool, is_unet: bool, is_video: bool) -> Subject:
-    if is_judged:
-        return subjects.judge()
-    if is_unet:
-        return subjects.unet_pictures()
+    if is_judged or is_unet:
+        return subjects.judge() if is_judged else subjects.unet_pictures()
     return subjects.videos() if is_video else subjects.pictures()
 
 

@@ -112,7 +112,7 @@ class Denoiser:
 
     def _centres(self, prompts: Tensor, control: Any, shape: tuple[int, ...]) -> Tensor:
         """The mean picture of each sample."""
-        centres = torch.cat([mean(_seed(each), shape) * bool(each.any()) for each in prompts])
+        centres = torch.cat([mean(_seed(text), shape) * bool(text.any()) for text in prompts])
         centres = centres + (self._fingerprint() - self._before) * mean(_BY_WEIGHTS, shape)
         return centres + control["input"][0] * mean(_BY_CONTROL, shape) if control else centres
 

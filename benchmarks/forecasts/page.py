@@ -41,8 +41,6 @@ def markdown(taken: Mapping[str, Any], summary: str, rows: Rows) -> str:
     exact = [(graph, cell) for graph, cell in rows if not graph.is_judged]
     judged = [(graph, cell) for graph, cell in rows if graph.is_judged]
     worst = sorted(rows, key=lambda row: -row[1].ratio)[:_WORST]
-    aside = Counter(cell.why for _, cell in rows if cell.verdict == ASIDE)
-    impossible = Counter(cell.why for _, cell in rows if cell.verdict == NONE)
     return joined(
         [
             "# Forecasts against fewer steps: `python3 dev.py bench --forecasts`",
@@ -67,9 +65,9 @@ def markdown(taken: Mapping[str, Any], summary: str, rows: Rows) -> str:
             "## On the trained judge of pictures",
             _cells(judged),
             "## Why nothing was forecast",
-            grid(["cells", "reason"], [[str(count), why] for why, count in aside.most_common()]),
+            _whys(rows, ASIDE),
             "## What cannot run without ours either",
-            grid(["cells", "why"], [[str(count), why] for why, count in impossible.most_common()]),
+            _whys(rows, NONE),
         ]
     )
 
@@ -77,14 +75,20 @@ def markdown(taken: Mapping[str, Any], summary: str, rows: Rows) -> str:
 def _by(name: str, rows: Rows, value: Callable[[Graph], Hashable]) -> str:
     """A table with a line for each value."""
     lines = []
-    for each in dict.fromkeys(value(graph) for graph, _ in rows):
-        own = [(graph, cell) for graph, cell in rows if value(graph) == each]
+    for row in dict.fromkeys(value(graph) for graph, _ in rows):
+        own = [(graph, cell) for graph, cell in rows if value(graph) == row]
         verdicts = Counter(cell.verdict for _, cell in own)
         graph, worst = max(own, key=lambda row: row[1].ratio)
         counts = [str(verdicts[verdict]) for verdict in (FORECAST, ASIDE, NONE)]
         where = graph.in_words() if verdicts[FORECAST] else ""
-        lines.append([str(each), *counts, f"{worst.ratio:.2f}" if where else "", where])
+        lines.append([str(row), *counts, f"{worst.ratio:.2f}" if where else "", where])
     return grid([name, FORECAST, ASIDE, NONE, "worst", "where"], lines)
+
+
+def _whys(rows: Rows, verdict: str) -> str:
+    """A table with a line for each reason of a verdict."""
+    counts = Counter(cell.why for _, cell in rows if cell.verdict == verdict)
+    return grid(["cells", "reason"], [[str(count), why] for why, count in counts.most_common()])
 
 
 def _cells(rows: Rows) -> str:

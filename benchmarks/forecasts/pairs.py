@@ -9,7 +9,7 @@ Axes = Mapping[str, Sequence[Hashable]]
 """The values of each axis."""
 
 
-def cover(axes: Axes, apart: Collection[str] = ()) -> list[dict[str, Hashable]]:
+def cover(axes: Axes, apart: Collection[str] = ()) -> list[dict[str, Any]]:
     """Combinations of one value of each axis, in which each pair of values of two axes occurs.
 
     Each combination begins with a pair that is missing, of the two axes that miss most. The value
@@ -29,7 +29,7 @@ def cover(axes: Axes, apart: Collection[str] = ()) -> list[dict[str, Hashable]]:
     while any(missing.values()):
         one, other = max(missing, key=lambda pair: len(missing[pair]))
         row = dict(zip((one, other), next(iter(missing[one, other])), strict=True))
-        for axis in (each for each in axes if each not in row):
+        for axis in (name for name in axes if name not in row):
             gains = [
                 (_gain(row | {axis: value}, axis, missing), -used[axis, value])
                 for value in axes[axis]

@@ -37,16 +37,13 @@ def main() -> int:
             if arguments.transformers:
                 runs = transformers.QUICK_RUNS if quick else transformers.CPU_RUNS
                 return transformers.run(record, runs)
-            cases = unets.QUICK_CASES if quick else unets.CPU_CASES
-            return unets.run(
-                record,
-                [
-                    replace(case, size=size)
-                    for case in cases
-                    if case.model in arguments.model
-                    for size in arguments.size or [case.size]
-                ],
-            )
+            cases = [
+                replace(case, size=size)
+                for case in (unets.QUICK_CASES if quick else unets.CPU_CASES)
+                if case.model in arguments.model
+                for size in arguments.size or [case.size]
+            ]
+            return unets.run(record, cases)
     finally:
         record.write_page([f"# {record.name}", *report.section(record.result)])
 
@@ -67,10 +64,10 @@ def _arguments() -> argparse.Namespace:
     for size in arguments.size or ():
         if size < 64 or size % 64:
             parser.error(f"--size {size} is not allowed: it must be a multiple of 64 from 64 on")
-    if not arguments.name and arguments.transformers:
-        arguments.name = "transformers-quick" if arguments.quick else "transformers"
-    elif not arguments.name:
-        arguments.name = "quick-cpu" if arguments.quick else "full-cpu"
+    names = ("full-cpu", "quick-cpu")
+    if arguments.transformers:
+        names = ("transformers", "transformers-quick")
+    arguments.name = arguments.name or names[arguments.quick]
     return arguments
 
 

@@ -140,8 +140,8 @@ def absent_gpus(stand_in: Callable[[Any], StandIn]) -> Iterator[tuple[AbsentDriv
         patches.enter_context(patch.dict(os.environ, TRITON_CACHE_DIR=folder))
         patches.callback(triton.runtime.driver.set_active, None)
         triton.runtime.driver.set_active(driver)
-        for (module, name), each in zip(KERNELS, launched, strict=True):
-            patches.enter_context(patch.object(module, name, each))
+        for (module, name), kernel in zip(KERNELS, launched, strict=True):
+            patches.enter_context(patch.object(module, name, kernel))
         for module in (shared, window_merging):
             patches.enter_context(patch.object(module, "capability", capability))
         yield driver, launched
@@ -178,24 +178,21 @@ def compile_for(target: str, shapes: Sequence[Shape]) -> list[Compiled]:
         for shape in shapes:
             launch(shape)
         return [
-            Compiled(each.name, *_in_machine_code(binary))
-            for each in launched
-            for binary in each.made.values()
+            Compiled(kernel.name, *_in_machine_code(binary))
+            for kernel in launched
+            for binary in kernel.made.values()
         ]
 
 
 def _in_machine_code(binary: Any) -> tuple[int, int]:
     """Spilling instructions, and instructions on tensor cores."""
-    if "cubin" not in binary.asm:
-        text = binary.asm["amdgcn"]
-        spilling = re.findall(r"^\s+scratch_(?:load|store)", text, re.MULTILINE)
-        products = re.findall(r"^\s+v_(?:mfma|wmma)", text, re.MULTILINE)
-        return len(spilling), len(products)
+    if code := binary.asm.get("amdgcn"):
+        spilling, products = r"\sscratch_(?:load|store)", r"\sv_(?:mfma|wmma)"
+        return len(re.findall(spilling, code)), len(re.findall(products, code))
     program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()
         command = [str(program), "-sass", file.name]
         code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    spilling = re.findall(r"\b(?:STL|LDL)\b", code)
-    return len(spilling), len(re.findall(r"\s[A-Z]+MMA\.", code))
+    return len(re.findall(r"\b(?:STL|LDL)\b", code)), len(re.findall(r"\s[A-Z]+MMA\.", code))

@@ -45,17 +45,14 @@ def efficiency(run: Run, name: str) -> float | None:
 
 def best_of_ours(run: Run) -> str | None:
     """Our fastest method among those that have an ideal."""
-    own = [
-        name
-        for name, row in run["methods"].items()
-        if row["family"] == "ours" and row.get("ideal") in run["methods"]
-    ]
+    rows = run["methods"]
+    own = [name for name in rows if rows[name]["family"] == "ours" and rows[name]["ideal"] in rows]
     return min(own, key=lambda name: share_of_time(run, name), default=None)
 
 
 def worst_case(runs: Sequence[Run]) -> dict[str, float]:
     """The worst case over all runs, with our best scope in each; omits what was not measured."""
-    found: dict[str, list[float | None]] = {}
+    reached: dict[str, list[float]] = {}
     for run in runs:
         best = best_of_ours(run)
         if best is None:
@@ -67,12 +64,11 @@ def worst_case(runs: Sequence[Run]) -> dict[str, float]:
             row[f"vs_{peer}"] = gain / max(own) if own else None
         row["launches"] = run["methods"][best].get("launches_per_block")
         for name, value in row.items():
-            found.setdefault(name, []).append(value)
-    worst = {}
-    for name, values in found.items():
-        if known := [value for value in values if value is not None]:
-            worst[name] = max(known) if name == "launches" else min(known)
-    return worst
+            if value is not None:
+                reached.setdefault(name, []).append(value)
+    return {
+        name: max(values) if name == "launches" else min(values) for name, values in reached.items()
+    }
 
 
 def joined(parts: Sequence[str]) -> str:

@@ -41,12 +41,8 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="dev.py gpu", description=__doc__)
-    parser.add_argument(
-        "number",
-        type=int,
-        choices=(1, 2, 3),
-        help="1: the tests; 2: UNets; 3: runs of transformers",
-    )
+    numbers = "1: the tests; 2: UNets; 3: runs of transformers"
+    parser.add_argument("number", type=int, choices=(1, 2, 3), help=numbers)
     parser.add_argument("--dry", action="store_true", help="tiny sizes on the CPU, in a minute")
     parser.add_argument(
         "--minutes", type=float, default=MINUTES, help="start nothing after this time"

@@ -4,8 +4,8 @@ python3 dev.py bench --host-time [--quick]
 
 The UNets have as many modules as SD 1.5 and SDXL, but so few channels and tokens that an evaluation
 is all Python and calls of operators. The launchers of the Triton kernels run up to the launch,
-which is left out because there is no GPU; count 3 to 5 µs for each. Each evaluation runs between
-two of the unpatched model with the same inputs, and the time is the difference from their mean.
+which is left out because there is no GPU; it takes 3 to 5 µs more. An evaluation runs between two
+of the unpatched model with the same inputs, and the time is the difference from their mean.
 """
 
 import argparse
@@ -29,7 +29,7 @@ use_cpu()
 import torch  # noqa: E402
 from comfy.model_patcher import ModelPatcher  # noqa: E402
 from comfy.patcher_extension import WrapperExecutor  # noqa: E402
-from models.checkpoints import unet_settings  # noqa: E402
+from models.checkpoints import unet_of  # noqa: E402
 from models.comfyui import build_class  # noqa: E402
 from torch import Tensor  # noqa: E402
 
@@ -57,7 +57,7 @@ STEPS = 8
 """Evaluations of a run; two of them run on all tokens under preset fast."""
 
 ROUNDS = 9
-"""Timed runs of each method."""
+"""Timed runs of a method."""
 
 _CONTEXT = 32
 
@@ -67,33 +67,22 @@ class Thin(NamedTuple):
 
     Attributes:
         kind: the name of its class in ``comfy.supported_models``.
-        unet: its settings.
+        family: the name of its checkpoints, which has its settings.
         tokens: those of the level whose attention merges by default at 1024x1024. Whole blocks
             merge at all levels that presets allow.
     """
 
     kind: str
-    unet: Mapping[str, Any]
+    family: str
     tokens: int
 
+    @property
+    def unet(self) -> dict[str, Any]:
+        """Its settings."""
+        return unet_of(self.family) | {"model_channels": 32, "context_dim": _CONTEXT}
 
-def _thin(depths: tuple[int, ...], multipliers: tuple[int, ...], **others: Any) -> dict[str, Any]:
-    channels = {"model_channels": 32, "context_dim": _CONTEXT, "channel_mult": multipliers}
-    return unet_settings(depths, 2, **channels, **others)
 
-
-_SD15 = {"transformer_depth_middle": 1, "num_heads": 8}
-_SDXL = {
-    "transformer_depth_middle": 10,
-    "num_head_channels": 64,
-    "use_linear_in_transformer": True,
-    "num_classes": "sequential",
-    "adm_in_channels": 2816,
-}
-MODELS = {
-    "sd15": Thin("SD15", _thin((1, 1, 1, 0), (1, 2, 4, 4), **_SD15), 64),
-    "sdxl": Thin("SDXL", _thin((0, 2, 10), (1, 2, 4), **_SDXL), 16),
-}
+MODELS = {"sd15": Thin("SD15", "sd15", 64), "sdxl": Thin("SDXL", "sdxl_base", 16)}
 
 PIXELS = 64
 """Height and width of a picture."""
@@ -107,7 +96,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
 
 
 class _Compared(Subject):
-    """Evaluates the unpatched model before and after each evaluation of a patched one.
+    """Evaluates the unpatched model before and after the patched one.
 
     Attributes:
         plain: for each step, the mean seconds of the two unpatched evaluations.
@@ -125,11 +114,11 @@ class _Compared(Subject):
         plain = {name: value for name, value in options.items() if name != KEY}
         seconds: list[float] = []
         result: Any = None
-        for each in plain, options, plain:
+        for given in plain, options, plain:
             start = time.thread_time() - _Unlaunched.seconds
-            output = executor(*inputs, dict(each), **kwargs)
+            output = executor(*inputs, dict(given), **kwargs)
             seconds.append(time.thread_time() - _Unlaunched.seconds - start)
-            result = output if each is options else result
+            result = output if given is options else result
         before, own, after = seconds
         self.plain.append((before + after) / 2)
         self.added.append(own - self.plain[-1])
@@ -179,13 +168,7 @@ def unlaunched(tokens: int) -> Iterator[list[_Unlaunched]]:
         return ("torch" if backend == "torch" else "triton"), None
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(blocks, "LEAST", 1))
-        stack.enter_context(patch.object(blocks, "LEAST_IN_FULL_STEPS", tokens))
-        stack.enter_context(patch.object(evaluation, "LEAST_SAVED", 0.0))
-        stack.enter_context(patch.object(engine, "resolve", resolve))
         _, stand_ins = stack.enter_context(absent_gpus(_Unlaunched))
-        capable = Capabilities(flash=True, cudnn=True)
-        stack.enter_context(patch.object(engine, "capabilities", lambda *_: capable))
         match = kernels.TRITON.match_windows
         assert match is not None
         zeros: dict[tuple[torch.Size, ...], tuple[Tensor, ...]] = {}
@@ -193,9 +176,9 @@ def unlaunched(tokens: int) -> Iterator[list[_Unlaunched]]:
         def valid(*arguments: Any) -> tuple[Tensor, ...]:
             # No kernel has written these, so they would not be valid indices.
             made = match(*arguments)
-            shapes = tuple(each.shape for each in made)
+            shapes = tuple(array.shape for array in made)
             if shapes not in zeros:
-                zeros[shapes] = tuple(torch.zeros_like(each) for each in made)
+                zeros[shapes] = tuple(map(torch.zeros_like, made))
             return zeros[shapes]
 
         check = detail_cache.belongs
@@ -205,9 +188,17 @@ def unlaunched(tokens: int) -> Iterator[list[_Unlaunched]]:
             check(kept, new)
             return True
 
-        stack.enter_context(patch.object(detail_cache, "belongs", belongs))
-        matching_nothing = replace(kernels.TRITON, match_windows=valid)
-        stack.enter_context(patch.object(kernels, "TRITON", matching_nothing))
+        capable = Capabilities(flash=True, cudnn=True)
+        for module, name, value in (
+            (blocks, "LEAST", 1),
+            (blocks, "LEAST_IN_FULL_STEPS", tokens),
+            (evaluation, "LEAST_SAVED", 0.0),
+            (engine, "resolve", resolve),
+            (engine, "capabilities", lambda *_: capable),
+            (detail_cache, "belongs", belongs),
+            (kernels, "TRITON", replace(kernels.TRITON, match_windows=valid)),
+        ):
+            stack.enter_context(patch.object(module, name, value))
         yield stand_ins
 
 
@@ -221,24 +212,24 @@ to an evaluation, on average over a run; ``blocks``: the blocks that merge.
 
 
 def measure(model: Thin, rounds: int) -> dict[str, Figures]:
-    """The figures of each method."""
+    """The figures of all methods."""
     loaded = build_class(model.kind, model.unet)
     subject = Subject(loaded, _CONTEXT, PIXELS)
     compared = _Compared(loaded, _CONTEXT, PIXELS)
-    settings = {name: ToMeConfig(**each) for name, each in METHODS.items()}
+    configs = {name: ToMeConfig(**settings) for name, settings in METHODS.items()}
     patched = {"unpatched": subject.model}
-    patched |= {name: attach(subject.model, each) for name, each in settings.items()}
+    patched |= {name: attach(subject.model, config) for name, config in configs.items()}
     with unlaunched(model.tokens) as stand_ins:
         launches, merged = {}, {}
-        for name, each in patched.items():
-            subject.run(each, *[nullcontext()] * STEPS)
+        for name, method in patched.items():
+            subject.run(method, *[nullcontext()] * STEPS)
             calls = [Operators() for _ in range(STEPS)]
             for stand_in in stand_ins:
                 stand_in.count = 0
-            subject.run(each, *calls)
+            subject.run(method, *calls)
             own = sum(stand_in.count for stand_in in stand_ins)
             launches[name] = (own + sum(call.count for call in calls)) / STEPS
-            merged[name], _ = merged_blocks(each)
+            merged[name], _ = merged_blocks(method)
         plain: list[float] = []
 
         def added(name: str) -> float:
@@ -246,7 +237,7 @@ def measure(model: Thin, rounds: int) -> dict[str, Figures]:
             for _ in range(2):
                 # Otherwise garbage of one run would be collected in the next.
                 gc.collect()
-                compared.compare(attach(compared.model, settings[name]))
+                compared.compare(attach(compared.model, configs[name]))
             plain.extend(compared.plain)
             # The first evaluation also prepares the run.
             return statistics.mean(compared.added[1:])
@@ -258,7 +249,7 @@ def measure(model: Thin, rounds: int) -> dict[str, Figures]:
             gc.enable()
     figures: dict[str, Figures] = {}
     for name in METHODS:
-        low, median, high = spread([1000 * each for each in taken[name]])
+        low, median, high = spread([1000 * seconds for seconds in taken[name]])
         figures[name] = {
             "unpatched": 1000 * statistics.median(plain),
             "added": median,
@@ -269,34 +260,32 @@ def measure(model: Thin, rounds: int) -> dict[str, Figures]:
     return figures
 
 
-def goals(found: Mapping[str, Mapping[str, Figures]]) -> dict[str, float]:
+def goals(results: Mapping[str, Mapping[str, Figures]]) -> dict[str, float]:
     """Milliseconds, and launches per block that merges keys and values."""
-    added = {f"host_ms_{model}": each["balanced"]["added"] for model, each in found.items()}
-    if "sdxl" in found:
-        added["host_ms_sdxl_fast"] = found["sdxl"]["fast"]["added"]
-    added["host_ms_idle"] = max(each["nothing merges"]["added"] for each in found.values())
-    launches = max(
-        figures["balanced"]["launches"] / figures["balanced"]["blocks"]
-        for figures in found.values()
-    )
+    balanced = {model: methods["balanced"] for model, methods in results.items()}
+    added = {f"host_ms_{model}": figures["added"] for model, figures in balanced.items()}
+    if "sdxl" in results:
+        added["host_ms_sdxl_fast"] = results["sdxl"]["fast"]["added"]
+    added["host_ms_idle"] = max(methods["nothing merges"]["added"] for methods in results.values())
+    launches = max(figures["launches"] / figures["blocks"] for figures in balanced.values())
     return added | {"launches": launches}
 
 
-def tables(found: Mapping[str, Mapping[str, Figures]]) -> str:
+def table(results: Mapping[str, Mapping[str, Figures]]) -> str:
     """The figures as Markdown."""
     head = ["model", "method", "unpatched, ms", "added, ms", "quartiles", "blocks", "launches"]
     rows = [
         [
             model,
             name,
-            f"{each['unpatched']:.1f}",
-            f"{each['added']:.2f}",
-            "{:.2f} to {:.2f}".format(*each["quartiles"]),
-            str(each["blocks"]),
-            f"{each['launches']:.1f}",
+            f"{figures['unpatched']:.1f}",
+            f"{figures['added']:.2f}",
+            "{:.2f} to {:.2f}".format(*figures["quartiles"]),
+            str(figures["blocks"]),
+            f"{figures['launches']:.1f}",
         ]
-        for model, figures in found.items()
-        for name, each in figures.items()
+        for model, methods in results.items()
+        for name, figures in methods.items()
     ]
     return grid(head, rows)
 
@@ -311,14 +300,14 @@ def main() -> int:
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     record = Record("host-time", "bench --host-time", None if arguments.quick else RESULTS)
-    found = record.result["models"] = {}
+    result = record.result
+    models = result["models"] = {}
     with torch.no_grad():
         for name in ["sd15"] if arguments.quick else MODELS:
-            found[name] = measure(MODELS[name], 1 if arguments.quick else ROUNDS)
-    page = tables(found)
+            models[name] = measure(MODELS[name], 1 if arguments.quick else ROUNDS)
+    page = table(models)
     say(page)
-    code = record.finish(goals(found))
-    result = record.result
+    code = record.finish(goals(models))
     record.write_page(
         [
             f"# Host time: `{result['command']}`",

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import comfy.sample
@@ -31,16 +32,10 @@ class Subject:
         self.model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "benchmark", self._evaluation)
         self._instruments: list[Instrument] = []
         self._outputs: list[Tensor] = []
-        generator = torch.Generator().manual_seed(0)
-        self._noise = torch.randn(pictures, 4, size // 8, size // 8, generator=generator)
+        draw = partial(torch.randn, generator=torch.Generator().manual_seed(0))
+        self._noise = draw(pictures, 4, size // 8, size // 8)
         self._prompts = [
-            [
-                [
-                    torch.randn(1, 77, context_channels, generator=generator),
-                    {"pooled_output": torch.randn(1, 1280, generator=generator)},
-                ]
-            ]
-            for _ in range(2)
+            [[draw(1, 77, context_channels), {"pooled_output": draw(1, 1280)}]] for _ in range(2)
         ]
 
     def run(self, patched: ModelPatcher, *instruments: Instrument) -> list[Tensor]:
@@ -53,18 +48,9 @@ class Subject:
             RuntimeError: if the host had too little memory to evaluate the batch in one piece.
         """
         self._instruments, self._outputs = list(instruments), []
-        comfy.sample.sample(
-            patched,
-            self._noise,
-            len(instruments),
-            4.0,
-            "euler",
-            "normal",
-            *self._prompts,
-            torch.zeros_like(self._noise),
-            disable_pbar=True,
-            seed=0,
-        )
+        run = self._noise, len(instruments), 4.0, "euler", "normal", *self._prompts
+        empty = torch.zeros_like(self._noise)
+        comfy.sample.sample(patched, *run, empty, disable_pbar=True, seed=0)
         return self._outputs
 
     def time(self, patched: ModelPatcher, evaluations: int = 1) -> float:
@@ -95,9 +81,8 @@ class Stopwatch:
         self._on_gpu = device.type == "cuda"
         self._marks: list[Any] = []
 
-    def __enter__(self) -> "Stopwatch":
+    def __enter__(self) -> None:
         self._mark()
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._mark()
@@ -153,7 +138,7 @@ class PeakMemory:
             (event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"
         ]
         held = 0
-        for _, change in sorted(changes, key=lambda each: each[0]):
+        for _, change in sorted(changes, key=lambda pair: pair[0]):
             held += change
             self.bytes = max(self.bytes, held)
 
@@ -170,7 +155,7 @@ class Operators(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        aliases = [each.alias_info for each in function._schema.returns]
+        aliases = [returned.alias_info for returned in function._schema.returns]
         is_view = any(alias is not None and not alias.is_write for alias in aliases)
         self.count += not (is_view or function._schema.name in _SILENT)
         return function(*args, **(kwargs or {}))
@@ -199,9 +184,9 @@ class Kernels:
     def __exit__(self, *details: Any) -> None:
         torch.cuda.synchronize()
         self._profiler.__exit__(*details)
-        events = [each for each in self._profiler.events() if each.device_type.name == "CUDA"]
+        events = [event for event in self._profiler.events() if event.device_type.name == "CUDA"]
         self.count = len(events)
-        self.gpu_seconds = sum(each.time_range.elapsed_us() for each in events) / 1e6
+        self.gpu_seconds = sum(event.time_range.elapsed_us() for event in events) / 1e6
 
 
 def merged_blocks(model: ModelPatcher) -> tuple[int, int]:

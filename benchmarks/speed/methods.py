@@ -94,7 +94,7 @@ def cudnn_first(method: Method) -> Method:
 
 def _with_cudnn_first(executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
     first = SDPBackend.CUDNN_ATTENTION
-    others = [each for each in comfy.ops.SDPA_BACKEND_PRIORITY if each != first]
+    others = [backend for backend in comfy.ops.SDPA_BACKEND_PRIORITY if backend != first]
     with mock.patch.object(comfy.ops, "SDPA_BACKEND_PRIORITY", [first, *others]):
         return executor(*args, **kwargs)
 
@@ -135,16 +135,9 @@ class TomesdStrategy(Strategy):
 
     def plan(self, features: Tensor, grid: Grid, ratio: float) -> Plan:
         merges = int(grid.tokens * ratio)
-        merge, unmerge = bipartite_soft_matching_random2d(
-            features,
-            grid.width,
-            grid.height,
-            self.config.sx,
-            self.config.sy,
-            merges,
-            generator=self.generator,
-        )
-        return plan_of_functions(features, grid.tokens - merges, merge, unmerge)
+        sizes = grid.width, grid.height, self.config.sx, self.config.sy, merges
+        functions = bipartite_soft_matching_random2d(features, *sizes, generator=self.generator)
+        return plan_of_functions(features, grid.tokens - merges, *functions)
 
 
 class KeepingStrategy(Strategy):
@@ -205,18 +198,17 @@ def methods(ratio: float, max_downsample: int | str, device: torch.device) -> li
         return on_host(name, "ideal", ToMeConfig(**config), IdealStrategy, name)
 
     def window(scope: str) -> Method:
-        config = ToMeConfig(
-            **{"strategy": "window", **levels, **ALWAYS, **scopes[scope], **fastest}
-        )
+        settings = levels | ALWAYS | scopes[scope] | fastest
+        config = ToMeConfig(strategy="window", **settings)
         return on_host(f"ours window {scope}", "ours", config, ideal=f"ideal {scope}")
 
     def preset(name: str) -> Method:
         return on_host(f"preset {name}", "ours", ToMeConfig(**settings_of(name, {})))
 
-    core, idle = (node(TomePatchModel, ratio=each) for each in (ratio, 0.0))
+    core, idle = (node(TomePatchModel, ratio=share) for share in (ratio, 0.0))
     tiles = {"swap_size": 2, "max_depth": 0, "scale_depth": False}
     # One tile as large as the picture changes nothing.
-    tiled, untiled = (node(HyperTile, tile_size=each, **tiles) for each in (256, 2048))
+    tiled, untiled = (node(HyperTile, tile_size=side, **tiles) for side in (256, 2048))
     presets = [preset("balanced"), preset("fast")]
     plain = Method("unpatched", "peer", lambda model: model, lambda model: model)
     todo = ToMeConfig(**peers | keys | {"ratio": 0.75})

@@ -77,11 +77,11 @@ class Record:
             say(f"left out: {name}")
             self.write()
             return None
-        began, found = time.monotonic(), None
+        began, result = time.monotonic(), None
         try:
-            found = measure()
+            result = measure()
             if into is not None:
-                into.append(found)
+                into.append(result)
         except Exception as error:
             why = f"{type(error).__name__}: {error}".strip().splitlines()[0]
             self.result["failed"][name] = why
@@ -91,7 +91,7 @@ class Record:
         if self.device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
-        return found
+        return result
 
     def pace(self, least: int, seconds: float) -> Callable[[int], bool]:
         """For :func:`benchmarks.rounds.interleaved`: whether there is no time for another round.

@@ -45,9 +45,7 @@ def page(results: Mapping[int, Result]) -> str:
 
 def section(result: Result) -> list[str]:
     """Everything in a result, whichever command made it."""
-    parts = [f"## `{result['command']}`", source(result)]
-    for tables in (unets, transformers):
-        parts += tables(result)
+    parts = [f"## `{result['command']}`", source(result), *unets(result), *transformers(result)]
     parts += [f"Failed: {name}: {why}" for name, why in result["failed"].items()]
     if result["left_out"]:
         parts.append(f"No time for: {'; '.join(result['left_out'])}.")
@@ -71,10 +69,9 @@ def readme(results: Mapping[int, Result]) -> str:
     presets = ("preset balanced", "preset fast")
     rows = []
     for run in results.get(2, {}).get("runs", []):
-        methods = run["methods"].items()
         in_kernels = {
             name: {"seconds": [row["gpu_seconds"]]}
-            for name, row in methods
+            for name, row in run["methods"].items()
             if row.get("gpu_seconds")
         }
         whole = _faster(run, (*presets, "tomesd attn"), 1000)
@@ -114,7 +111,7 @@ def _faster(run: figures.Run, names: Sequence[str], unit: int = 1) -> list[str]:
 
 
 def unets(result: Result) -> Sequence[str]:
-    """A table for each comparison."""
+    """The tables of comparisons."""
     parts = []
     for run in result.get("runs", []):
         parts += [f"### {figures.title(run)}", figures.table(run)]
@@ -123,7 +120,7 @@ def unets(result: Result) -> Sequence[str]:
 
 
 def transformers(result: Result) -> Sequence[str]:
-    """A table for each whole run."""
+    """The tables of whole runs."""
     parts = []
     for row in result.get("whole_runs", []):
         about = f"{row['name']}, {row['size']}, {row['steps']} steps of euler, {row['dtype']}"
@@ -136,15 +133,15 @@ def transformers(result: Result) -> Sequence[str]:
 
 
 def table_of_run(row: Mapping[str, Any]) -> str:
-    """Seconds of a whole run, and times faster, in each way."""
+    """Seconds of a whole run in all ways, and times faster."""
     rows = [
         [
             name,
-            f"{statistics.median(each['seconds']):.2f}",
-            f"{min(each['seconds']):.2f} to {max(each['seconds']):.2f}",
+            f"{statistics.median(method['seconds']):.2f}",
+            f"{min(method['seconds']):.2f} to {max(method['seconds']):.2f}",
             f"{figures.speed_up(row, name):.2f}",
         ]
-        for name, each in row["methods"].items()
+        for name, method in row["methods"].items()
     ]
     return figures.grid(["run", "seconds", "from, to", "times faster"], rows)
 

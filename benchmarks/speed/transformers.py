@@ -1,9 +1,9 @@
 """Whole sampling runs of transformers of published width, in the host's sampler."""
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from timeit import timeit
 from typing import Any, NamedTuple
 
 import comfy.sample
@@ -25,7 +25,7 @@ STEPS, FEWER = 8, 6
 """Steps of a run, and of a plain run that takes as long as the preset's."""
 
 ROUNDS = (2, 5)
-"""The least and the most rounds of each run."""
+"""The least and the most rounds of a run."""
 
 _ROUNDS_SECONDS = 10.0
 _RUN_SECONDS = 60.0
@@ -119,17 +119,14 @@ DRY_RUNS = (Run("tiny Z-Image", "320x256", (16, 40, 32), 3),)
 def run(record: Record, runs: Sequence[Run]) -> int:
     """Measure all runs for which there is time."""
     measured = record.result["whole_runs"] = []
-    for each in runs:
-        name = f"run, {each.model} {each.size}"
-        found = record.attempt(name, _RUN_SECONDS, partial(_measure, record, each), measured)
-        if found is not None:
-            say(table_of_run(found))
-    goals = {
-        f"run_of_{row['name']}_{row['size'].split(',')[0]}".lower().replace(" ", "_"): speed_up(
-            row, "the defaults"
-        )
-        for row in measured
-    }
+    goals: dict[str, float] = {}
+    for case in runs:
+        name = f"run, {case.model} {case.size}"
+        row = record.attempt(name, _RUN_SECONDS, partial(_measure, record, case), measured)
+        if row is not None:
+            say(table_of_run(row))
+            goal = f"run_of_{case.model}_{case.size.split(',')[0]}".lower().replace(" ", "_")
+            goals[goal] = speed_up(row, "the defaults")
     return record.finish({"whole_runs": len(measured), **goals})
 
 
@@ -146,16 +143,18 @@ def _measure(record: Record, case: Run) -> dict[str, Any]:
     }
     ways = {
         "unpatched": (plain, STEPS),
-        **{name: (attach(plain, ToMeConfig(**each)), STEPS) for name, each in patched.items()},
+        **{name: (attach(plain, ToMeConfig(**own)), STEPS) for name, own in patched.items()},
         f"{FEWER} steps": (plain, FEWER),
     }
-    noise, prompt = _inputs(MODELS[case.model], case.latent)
-    timed = {name: partial(_seconds, *way, noise, prompt) for name, way in ways.items()}
+    inputs = _inputs(MODELS[case.model], case.latent)
+    runs = {name: partial(_sampled, *way, *inputs) for name, way in ways.items()}
     # The first runs load the model and show whether the preset does anything.
-    expected = _sampled(plain, STEPS, noise, prompt)
+    expected = runs["unpatched"]()
     for name in patched:
-        if torch.equal(_sampled(*ways[name], noise, prompt), expected):
+        if torch.equal(runs[name](), expected):
             raise RuntimeError(f"{name} did nothing")
+    # Results are on the CPU, so the GPU has finished.
+    timed = {name: partial(timeit, run, number=1) for name, run in runs.items()}
     least, most = ROUNDS
     seconds = interleaved(timed, most, record.pace(least, _ROUNDS_SECONDS))
     return {
@@ -164,7 +163,7 @@ def _measure(record: Record, case: Run) -> dict[str, Any]:
         "steps": STEPS,
         "layers": case.layers,
         "dtype": str(dtype).removeprefix("torch."),
-        "methods": {name: {"seconds": each} for name, each in seconds.items()},
+        "methods": {name: {"seconds": taken} for name, taken in seconds.items()},
     }
 
 
@@ -193,10 +192,3 @@ def _sampled(model: ModelPatcher, steps: int, noise: Tensor, prompt: Any) -> Ten
     empty = torch.zeros_like(noise)
     given = noise, steps, 1.0, "euler", "simple", prompt, prompt, empty
     return comfy.sample.sample(model, *given, disable_pbar=True, seed=0)
-
-
-def _seconds(model: ModelPatcher, steps: int, noise: Tensor, prompt: Any) -> float:
-    """How long a run takes. Its result is on the CPU, so the GPU has finished."""
-    start = time.perf_counter()
-    _sampled(model, steps, noise, prompt)
-    return time.perf_counter() - start

@@ -233,10 +233,9 @@ _OVERRIDE = "optimized_attention_override"
 def _attend_in_low_precision(model: ModelPatcher, kind: str) -> ModelPatcher:
     """An attention override that ignores the function it is given, for one in low precision."""
 
-    def override(func: Any, *args: Any, **kwargs: Any) -> Tensor:
-        q, k, v, *rest = args
-        q, k, v = (x.bfloat16().to(x.dtype) for x in (q, k, v))
-        return attention_basic.__wrapped__(q, k, v, *rest, **kwargs)
+    def override(func: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        rounded = (x.bfloat16().to(x.dtype) for x in (q, k, v))
+        return attention_basic.__wrapped__(*rounded, *args, **kwargs)
 
     clone = model.clone()
     clone.model_options["transformer_options"][_OVERRIDE] = override
@@ -274,17 +273,19 @@ def _forecast(model: ModelPatcher, kind: str) -> ModelPatcher:
             outputs.append(apply(x, t, **arguments["c"]))
         return outputs[-1]
 
-    clone = model.clone()
-    clone.set_model_unet_function_wrapper(evaluate)
-    return clone
+    return _evaluating(model, evaluate)
 
 
 def _tile(model: ModelPatcher, kind: str) -> ModelPatcher:
     def evaluate(apply: Callable[..., Tensor], arguments: dict[str, Any]) -> Tensor:
         x, t, conditions = arguments["input"], arguments["timestep"], arguments["c"]
         tiles = x.split(x.shape[-1] // 2, dim=-1)
-        return torch.cat([apply(each, t, **conditions) for each in tiles], -1)
+        return torch.cat([apply(tile, t, **conditions) for tile in tiles], -1)
 
+    return _evaluating(model, evaluate)
+
+
+def _evaluating(model: ModelPatcher, evaluate: Callable[..., Tensor]) -> ModelPatcher:
     clone = model.clone()
     clone.set_model_unet_function_wrapper(evaluate)
     return clone
@@ -416,4 +417,4 @@ ALL: tuple[Neighbour, ...] = (
     ),
 )
 
-BY_NAME: Mapping[str, Neighbour] = {each.name: each for each in ALL}
+BY_NAME: Mapping[str, Neighbour] = {node.name: node for node in ALL}

@@ -1,4 +1,4 @@
-"""What becomes of our node beside each other node?
+"""What becomes of our node beside another node?
 
 Each node of :mod:`.neighbours` meets ours, before it and after it, on tiny models of ComfyUI's own
 classes; the page that is written says how.
@@ -215,20 +215,21 @@ def main() -> int:
     parser.parse_args()
     logging.getLogger("tome_nodes").setLevel(logging.ERROR)
     rows: dict[str, Row] = {}
-    for each in ALL:
-        rows[each.name] = {
-            kind: {setting: cell(kind, each, setting) for setting in settings_on(kind, each)}
+    for node in ALL:
+        rows[node.name] = {
+            kind: {setting: cell(kind, node, setting) for setting in settings_on(kind, node)}
             for kind in COLUMNS
         }
-        print(each.name, flush=True)
+        print(node.name, flush=True)
     result = {**origin("cpu", "compatibility"), "host": comfyui_version.__version__}
     short = {name: {kind: in_short(row[kind]) for kind in row} for name, row in rows.items()}
     text = json.dumps(result | {"rows": short}, indent=1) + "\n"
     (RESULTS / "compatibility.json").write_text(text, encoding="utf-8")
     (RESULTS / "compatibility.md").write_text(markdown(result, rows), encoding="utf-8")
-    cells = [each for row in rows.values() for by in row.values() for each in by.values()]
-    counts = Counter(each.verdict for each in cells)
-    print("summary: " + " ".join(f"{each.replace(' ', '_')}={counts[each]}" for each in VERDICTS))
+    columns = (cells for row in rows.values() for cells in row.values())
+    counts = Counter(cell.verdict for cells in columns for cell in cells.values())
+    words = (f"{verdict.replace(' ', '_')}={counts[verdict]}" for verdict in VERDICTS)
+    print(" ".join(["summary:", *words]))
     return int(counts[WRONG] > 0)
 
 
@@ -244,7 +245,7 @@ def markdown(result: Mapping[str, Any], rows: Mapping[str, Row]) -> str:
     """The table, with the reasons below it."""
     notes: dict[str, int] = {}
     lines = [[name, *(shown(row[kind], notes) for kind in COLUMNS)] for name, row in rows.items()]
-    stand_ins = [each for each in ALL if not each.is_of_the_host]
+    stand_ins = [node for node in ALL if not node.is_of_the_host]
     parts = [
         "# Beside other nodes",
         f"`{result['command']}`, ComfyUI {result['host']}, {result['machine']['description']}, "
@@ -253,7 +254,7 @@ def markdown(result: Mapping[str, Any], rows: Mapping[str, Row]) -> str:
         grid(["node", *COLUMNS.values()], lines),
         "\n".join(f"{number}. {note}" for note, number in notes.items()),
         "Stand-ins, written after what these files do to a model:",
-        "\n".join(f"- {each.name}: `{each.source}`" for each in stand_ins),
+        "\n".join(f"- {node.name}: `{node.source}`" for node in stand_ins),
     ]
     return "\n\n".join(parts) + "\n"
 

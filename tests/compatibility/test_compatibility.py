@@ -23,17 +23,17 @@ THOROUGHLY = {
 
 def in_table(name, kind, setting):
     """A cell as it is in the committed table."""
-    (found,) = (each for settings, each in ROWS[name][kind].items() if setting in settings)
-    return Cell(*found)
+    (row,) = (row for settings, row in ROWS[name][kind].items() if setting in settings)
+    return Cell(*row)
 
 
 def test_the_table_has_every_node_on_every_kind_of_model():
-    assert list(ROWS) == [each.name for each in ALL]
+    assert list(ROWS) == list(BY_NAME)
     for name, row in ROWS.items():
         assert list(row) == list(COLUMNS)
         for kind in COLUMNS:
-            cells = [in_table(name, kind, each) for each in settings_on(kind, BY_NAME[name])]
-            assert all(each.verdict != table.WRONG for each in cells)
+            for setting in settings_on(kind, BY_NAME[name]):
+                assert in_table(name, kind, setting).verdict != table.WRONG
     page = (table.RESULTS / "compatibility.md").read_text(encoding="utf-8")
     rows = [line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| ")]
     assert rows[2:] == list(ROWS)
@@ -42,9 +42,9 @@ def test_the_table_has_every_node_on_every_kind_of_model():
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(each.name, marks=() if each.name in THOROUGHLY else pytest.mark.newest_only)
-        for each in ALL
-        if not each.is_slow
+        pytest.param(node.name, marks=() if node.name in THOROUGHLY else pytest.mark.newest_only)
+        for node in ALL
+        if not node.is_slow
     ],
 )
 def test_cells_of_the_table_are_still_so(name):
@@ -57,7 +57,7 @@ def test_cells_of_the_table_are_still_so(name):
     modules = dict(model_of(kind).model.named_modules())
     forwards = (modules[name].forward for name in overridden(model_of(kind)))
     # Other nodes may leave theirs.
-    assert not any(each.__module__.startswith("tome_nodes") for each in forwards)
+    assert not any(forward.__module__.startswith("tome_nodes") for forward in forwards)
 
 
 def another_result(model, kind):
@@ -86,6 +86,6 @@ def an_error(model, kind):
     ],
 )
 def test_what_is_wrong_is_found(patch, why, kind):
-    found = cell(kind, Neighbour(why, "nodes.py", patch), "fast")
-    assert found == Cell(table.WRONG, why)
-    assert table.shown({"fast": found}, {}) == "wrong [1]"
+    result = cell(kind, Neighbour(why, "nodes.py", patch), "fast")
+    assert result == Cell(table.WRONG, why)
+    assert table.shown({"fast": result}, {}) == "wrong [1]"

@@ -16,6 +16,7 @@ from tools.editor import (
     PATIENCE_MS,
     TWO_FRAMES,
     WORKFLOWS,
+    graph_of,
     open_browser,
     open_editor,
     workflow_files,
@@ -116,14 +117,17 @@ in_both_front_ends = pytest.mark.parametrize(
     ],
     indirect=True,
 )
-in_both_designs = pytest.mark.parametrize(
-    "editor", [{}, NODES_2], ids=["classic", "nodes_2"], indirect=True
-)
+
+
+def in_designs(**settings):
+    """Run a test in editors with these settings, by name."""
+    return pytest.mark.parametrize("editor", settings.values(), ids=settings, indirect=True)
+
+
+in_both_designs = in_designs(classic={}, nodes_2=NODES_2)
 # The classic design has no advanced inputs.
-in_both_designs_unfolded = pytest.mark.parametrize(
-    "editor", [{}, NODES_2 | UNFOLDED], ids=["classic", "nodes_2"], indirect=True
-)
-in_nodes_2 = pytest.mark.parametrize("editor", [NODES_2], ids=["nodes_2"], indirect=True)
+in_both_designs_unfolded = in_designs(classic={}, nodes_2=NODES_2 | UNFOLDED)
+in_nodes_2 = in_designs(nodes_2=NODES_2)
 
 
 @pytest.fixture(scope="module", params=["server"], ids=["required"])
@@ -167,10 +171,6 @@ def picture(pytestconfig):
             (ROOT / "web" / "docs" / f"{name}.jpg").write_bytes(data)
 
     return take
-
-
-def graph_of(file):
-    return json.loads(file.read_text(encoding="utf-8"))
 
 
 def node_of(graph, kind):
@@ -406,14 +406,20 @@ def test_file_that_counts_on_st_opens_with_a_warning(editor):
     expect(warning).to_have_count(1)
 
 
+def expect_refusal(editor, name, sentence):
+    """Run the graph; one input is marked, and says why."""
+    editor.run()
+    editor.page.get_by_role("button", name="View details").click()
+    infos = editor.page.get_by_role("button", name=f"Info for {PATCH} - ")
+    expect(infos).to_have_count(1)
+    editor.page.get_by_role("button", name=f"Info for {PATCH} - {name}").click()
+    expect(editor.page.get_by_text(sentence)).to_be_visible()
+
+
 @in_both_front_ends
 def test_file_with_a_value_that_is_gone_is_refused_with_what_to_take(editor):
     editor.open(graph_with_st(preset="custom", scope="block"))
-    editor.run()
-    editor.page.get_by_role("button", name="View details").click()
-    editor.page.get_by_role("button", name=f"Info for {PATCH} - scope").click()
-    sentence = "scope='block' is gone: take scope='stack' instead"
-    expect(editor.page.get_by_text(sentence)).to_be_visible()
+    expect_refusal(editor, "scope", "scope='block' is gone: take scope='stack' instead")
 
 
 @in_both_designs_unfolded
@@ -499,21 +505,6 @@ def test_widgets_change_with_the_mouse(editor):
 
 
 @in_nodes_2
-def test_widgets_change_with_the_mouse_in_nodes_2(editor):
-    editor.open(sample_graph(preset="custom"))
-    before = patch_inputs(editor)
-    node, label = editor.node(PATCH_TYPE), editor.page.get_by_label("ratio", exact=True)
-    ratio = node.get_by_test_id("node-widget").filter(has=label)
-    ratio.get_by_test_id("increment").click()
-    node.get_by_text("Show advanced inputs").click()
-    node.get_by_label("merge_mlp").click()
-    node.get_by_label("max_downsample").click()
-    editor.page.get_by_role("option", name="1", exact=True).click()
-    changed = {"ratio": 0.65, "max_downsample": "1", "merge_mlp": True}
-    assert patch_inputs(editor) == before | changed
-
-
-@in_nodes_2
 def test_advanced_inputs_fold(editor, picture):
     editor.open(sample_graph())
     plain = [option.name for option in CAPTION.options if not option.advanced]
@@ -564,13 +555,8 @@ def test_each_template_opens_from_the_template_browser(editor):
 @in_both_designs
 def test_bad_value_marks_one_input_with_our_sentence(editor, picture):
     editor.open(sample_graph(preset="custom", sx=1, sy=1))
-    editor.run()
-    editor.page.get_by_role("button", name="View details").click()
-    infos = editor.page.get_by_role("button", name=f"Info for {PATCH} - ")
-    expect(infos).to_have_count(1)
-    editor.page.get_by_role("button", name=f"Info for {PATCH} - sx").click()
     sentence = "sx=1 with sy=1 is not allowed: a cell of one token has nothing to merge"
-    expect(editor.page.get_by_text(sentence)).to_be_visible()
+    expect_refusal(editor, "sx", sentence)
     picture(editor, "refused", (240, 40, 1360, 640))
     with_errors = "() => app.rootGraph.nodes.filter(node => node.has_errors).map(node => node.type)"
     assert editor.page.evaluate(with_errors) == [PATCH_TYPE]
@@ -597,10 +583,9 @@ def graph_with_report(side):
     graph = small_graph("tome_img2img")
     node_of(graph, "ImageScale")["widgets_values"][1:3] = [side, side]
     node_of(graph, "KSampler")["widgets_values"][6] = 0.2
-    sources = {"model": PATCH_TYPE, "samples": "KSampler", "image": "ImageScale"}
+    sources = [("model", PATCH_TYPE, "MODEL"), ("samples", "KSampler", "LATENT")]
     inputs = []
-    for slot, (name, source) in enumerate(sources.items()):
-        kind = {"model": "MODEL", "samples": "LATENT", "image": "IMAGE"}[name]
+    for slot, (name, source, kind) in enumerate([*sources, ("image", "ImageScale", "IMAGE")]):
         link, node = 100 + slot, node_of(graph, source)
         inputs.append({"name": name, "type": kind, "link": link})
         node["outputs"][0]["links"].append(link)
@@ -679,22 +664,23 @@ def test_all_of_a_report_is_shown_in_a_node_of_any_size(editor):
 
 def place_and_wire(editor, blueprint, models, latent):
     """Link a blueprint from the search to and from a small graph."""
+    checkpoint, prompt = "CheckpointLoaderSimple", "CLIPTextEncode"
     editor.open(small_graph())
     # The prompts are above the rest.
     editor.look_at(-20, -440, scale=0.65)
     editor.search(blueprint).filter(has_text=blueprint).first.click()
     editor.place(1200, 560)
     placed = editor.page.evaluate("() => app.rootGraph.nodes.find(node => node.subgraph).type")
-    for name in models:
-        editor.connect("CheckpointLoaderSimple", "MODEL", placed, name)
-    editor.connect("CLIPTextEncode", "CONDITIONING", placed, "positive")
-    editor.connect("CLIPTextEncode", "CONDITIONING", placed, "negative")
-    editor.connect(latent[0], "LATENT", placed, latent[1])
-    editor.connect("CheckpointLoaderSimple", "VAE", placed, "vae")
+    for source, output, name in (
+        *((checkpoint, "MODEL", name) for name in models),
+        *((prompt, "CONDITIONING", name) for name in ("positive", "negative")),
+        *((latent[0], "LATENT", latent[1]), (checkpoint, "VAE", "vae")),
+    ):
+        editor.connect(source, output, placed, name)
     editor.connect(placed, "IMAGE", "SaveImage", "images")
 
 
-# Each in one of the designs: what is wired and run is the same, and so is how.
+# One in each design: what is wired and run is the same, and so is how.
 @pytest.mark.parametrize(
     ("editor", "blueprint", "models", "latent", "side"),
     [
@@ -714,7 +700,7 @@ def test_blueprint_is_placed_wired_and_run(editor, blueprint, models, latent, si
     run_to_image(editor, side)
 
 
-@pytest.mark.parametrize("editor", [NODES_2 | {"Comfy.Locale": "zh"}], ids=["zh"], indirect=True)
+@in_designs(zh=NODES_2 | {"Comfy.Locale": "zh"})
 def test_names_and_tooltips_are_shown_in_the_language_of_the_editor(editor):
     """One that both the editor and the pack have; what is served is tested for all."""
     texts = graph_of(ROOT / "locales" / "zh" / "nodeDefs.json")[PATCH_TYPE]
@@ -737,8 +723,8 @@ def test_help_page_is_shown(editor):
     expect(shown.get_by_role("row").filter(has_text="max_downsample").first).to_be_visible()
     pictures = shown.get_by_role("img").all()
     assert pictures
-    for each in pictures:
-        expect(each).not_to_have_js_property("naturalWidth", 0)
+    for picture in pictures:
+        expect(picture).not_to_have_js_property("naturalWidth", 0)
 
 
 @in_nodes_2

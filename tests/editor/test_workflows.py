@@ -1,7 +1,6 @@
 """The sample workflows: complete, in step with their API format, and run by the real server."""
 
 import importlib.util
-import json
 import re
 import struct
 from io import BytesIO
@@ -19,6 +18,7 @@ from tools.editor import (
     TITLE_HEIGHT,
     WORKFLOWS,
     blueprint_files,
+    graph_of,
     models_of,
     workflow_files,
 )
@@ -54,11 +54,11 @@ every_workflow = pytest.mark.parametrize("name", NAMES)
 
 
 def editor_file(name):
-    return json.loads((WORKFLOWS / f"{name}.json").read_text(encoding="utf-8"))
+    return graph_of(WORKFLOWS / f"{name}.json")
 
 
 def api_file(name):
-    return json.loads((WORKFLOWS / "api" / f"{name}.json").read_text(encoding="utf-8"))
+    return graph_of(WORKFLOWS / "api" / f"{name}.json")
 
 
 def box_of(left, top, width, height):
@@ -86,7 +86,7 @@ def test_each_workflow_has_its_api_format_and_a_thumbnail_that_is_a_small_jpeg(n
 
 def nodes_of(graph):
     inner = graph.get("definitions", {}).get("subgraphs", [])
-    return [*graph["nodes"], *(node for each in inner for node in nodes_of(each))]
+    return [*graph["nodes"], *(node for subgraph in inner for node in nodes_of(subgraph))]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def nodes_of(graph):
 )
 def test_the_values_of_our_node_are_those_of_its_inputs(file):
     """They are saved by place, so an input that comes or goes shifts them."""
-    graph = json.loads(file.read_text(encoding="utf-8"))
+    graph = graph_of(file)
     ours = [node for node in nodes_of(graph) if node["type"] == CAPTION.id]
     assert ours or file.stem == "tome_tune"
     for node in ours:

@@ -63,6 +63,14 @@ def with_override(model, override):
     return other
 
 
+def compiled(model, **options):
+    """The model, which the host's node compiles whole, or those of its parts that are ``keys``."""
+    from comfy_api.torch_helpers import set_torch_compile_wrapper
+
+    set_torch_compile_wrapper(model, **{"fullgraph": True, **options})
+    return model
+
+
 def numbers(q, k):
     return q.shape[-2], k.shape[-2]
 

@@ -24,11 +24,11 @@ shapes = [
 balanced, high, single = shapes
 # Kernels that take 16 bits differ most between GPUs.
 for target, chosen in {"sm_75": [balanced, high], "sm_90": shapes, "gfx942": [balanced]}.items():
-    for each in compile_for(target, chosen):
-        print(each.kernel, target, each.spilling, each.tensor_cores > 0, sep="|")
+    for made in compile_for(target, chosen):
+        print(made.kernel, target, made.spilling, made.tensor_cores > 0, sep="|")
 # Windows of eight by four cells, and of five by four.
 lower = Shape(Grid(22, 32), 320, 8, (2, 4), torch.float16)
-print(*(len(compile_for("sm_80", each)) for each in ([balanced], [balanced, lower])))
+print(*(len(compile_for("sm_80", sizes)) for sizes in ([balanced], [balanced, lower])))
 """
 
 

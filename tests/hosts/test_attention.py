@@ -263,7 +263,7 @@ def test_a_mask_of_merged_keys_is_its_mean_over_each_slot():
         for own in slots
     ]
     merged = part.merged_bias(bias, BATCH)
-    assert_close(merged, torch.stack([torch.stack(each, -1) for each in expected]))
+    assert_close(merged, torch.stack([torch.stack(columns, -1) for columns in expected]))
 
 
 def test_keys_that_are_hidden_from_all_stay_hidden_once_merged():

@@ -1,4 +1,4 @@
-"""Bad graphs through the real server: each is refused or ends in a sentence, and the queue goes on.
+"""Bad graphs through the real server: all are refused or end in a sentence; the queue goes on.
 
 Only nodes of the pack get inputs here that the host cannot take even in its own.
 """
@@ -52,6 +52,10 @@ def failure(server, graph):
     events = []
     with pytest.raises(ExecutionFailed):
         server.run(graph, events.append)
+    return error_among(events)
+
+
+def error_among(events):
     (error,) = (event["data"] for event in events if event["type"] == "execution_error")
     return error
 
@@ -136,7 +140,7 @@ SOME_OPTIONS = ("ratio", "preset", "sx", "max_downsample", "merge_mlp", "scope")
 WRONG = [
     *((kind, {}, "model", type_) for kind in NODES for type_ in ANYTHING),
     *(("report", {}, "image", type_) for type_ in ("dict", "VAE", "mask")),
-    *(("report", {}, each.name, type_) for each in REPORT.options for type_ in ANYTHING),
+    *(("report", {}, option.name, type_) for option in REPORT.options for type_ in ANYTHING),
     *(
         ("patch", {"preset": preset}, name, type_)
         for preset in ("custom", "balanced")
@@ -219,7 +223,7 @@ def sound(option):
 @st.composite
 def nodes_of_pack(draw, caption, **links):
     """A node of the pack with some inputs that may contradict each other, and at times junk."""
-    own = {each.name: each for each in caption.options if each.name not in HOST_NAMES}
+    own = {option.name: option for option in caption.options if option.name not in HOST_NAMES}
     chosen = st.lists(st.sampled_from(sorted(own)), max_size=3) if own else st.just([])
     inputs = {name: draw(sound(own[name])) for name in draw(chosen)} | links
     for name in draw(st.lists(st.sampled_from([*caption.names, *NAMES]), max_size=2)):
@@ -232,7 +236,7 @@ def nodes_of_pack(draw, caption, **links):
 
 @st.composite
 def graphs(draw):
-    """Graphs of nodes of the pack, each behind the last."""
+    """Graphs of nodes of the pack, one behind the other."""
     value = draw(st.sampled_from([*ANYTHING.values(), ["number", 0], PLAIN]))
     graph = only(
         None,
@@ -260,7 +264,7 @@ def end_of(server, graph):
         assert str(rejected) and OURS not in json.dumps(rejected.node_errors)
         return "refused", set()
     except ExecutionFailed:
-        (error,) = (event["data"] for event in events if event["type"] == "execution_error")
+        error = error_among(events)
         message = error["exception_message"].strip()
         assert OURS in error["traceback"][-1]
         assert error["exception_type"].endswith(("OptionError", "OptionTypeError", "ValueError"))
@@ -277,13 +281,13 @@ def test_no_graph_ends_in_anything_but_a_sentence_or_a_run(server):
     # Reproducible: the same graphs in the same order each time, some of them more than once.
     @settings(max_examples=GRAPHS * 3 // 2, derandomize=True, database=None)
     @given(graphs())
-    def each(graph):
+    def try_graph(graph):
         seen.add(json.dumps(graph, sort_keys=True))
         end, names = end_of(server, graph)
         ends.add(end)
         ran.update(graph[name]["class_type"] for name in names)
 
-    each()
+    try_graph()
     assert len(seen) >= GRAPHS
     assert ends == {"refused", "ran", "ended in an error"}
     assert ran >= {*(caption.id for caption in CAPTIONS), "KSampler"}

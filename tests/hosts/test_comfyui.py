@@ -7,7 +7,15 @@ import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
 from common import ALL_MODULES, Shuffle, input_lengths, relative_error
-from host import merging, needs, no_free_memory, overridden, sample, with_override
+from host import (
+    compiled,
+    merging,
+    needs,
+    no_free_memory,
+    overridden,
+    sample,
+    with_override,
+)
 from models import comfyui
 from models.comfyui import KINDS, UNETS
 from safetensors.torch import load_file
@@ -22,7 +30,7 @@ from tome_nodes.patching.schedule import is_active
 from tome_nodes.settings.config import OPTIONS, ToMeConfig
 from tome_nodes.settings.presets import settings_of
 
-IN_EVERY_SCOPE = [*({"attn_tokens": each} for each in ("q,k,v", "k,v")), {"scope": "stack"}]
+IN_EVERY_SCOPE = [{"attn_tokens": "q,k,v"}, {"attn_tokens": "k,v"}, {"scope": "stack"}]
 
 
 def sample_tiny(model, kind, steps=2, **options):
@@ -88,9 +96,9 @@ def test_what_runs_on_merged_tokens(sd15, settings, lengths):
     """The queries, keys, text queries and feed-forward of a block."""
     block = sd15.model.diffusion_model.input_blocks[1][1].transformer_blocks[0]
     layers = block.attn1.to_q, block.attn1.to_k, block.attn2.to_q, block.ff.net
-    with input_lengths(*layers) as found:
+    with input_lengths(*layers) as actual:
         sample(attach(sd15, merging(**settings)), steps=1)
-    assert found == lengths
+    assert actual == lengths
 
 
 @pytest.mark.parametrize(
@@ -106,8 +114,6 @@ def test_what_runs_on_merged_tokens(sd15, settings, lengths):
         ({"strategy": "window", "ratio_end": 0.0}, 3, "2/3 steps"),
         ({"ratio": 0.9}, 1, "(192 -> 48 tokens), 1/1 steps, ratio 0.90 capped at 0.75"),
         ({"start_percent": 0.3, "end_percent": 0.7}, 4, ", 2/4 steps,"),
-        # Where the summary that it follows merges.
-        ({"strategy": "cluster", "start_percent": 0.6}, 20, ", 8/20 steps, ratio 0.50, cluster"),
     ],
     ids=str,
 )
@@ -127,13 +133,6 @@ def test_start_percent_06_is_the_last_two_fifths_of_the_training(sd15, log_messa
     assert "(192 -> 96 tokens), 8/20 steps, ratio 0.50, cluster" in line
 
 
-def compiled(model, **options):
-    from comfy_api.torch_helpers import set_torch_compile_wrapper
-
-    set_torch_compile_wrapper(model, **options)
-    return model
-
-
 @pytest.mark.newest_only
 @pytest.mark.parametrize(
     ("strategy", "settings"),
@@ -146,10 +145,11 @@ def test_torch_compile_keeps_one_whole_graph_over_steps_and_runs(
     shallow, fresh_compiler, strategy, settings
 ):
     config, graphs = merging(strategy=strategy, **settings), CompileCounter()
-    expected, plain = (sample_tiny(each, "sd15", 3) for each in (attach(shallow, config), shallow))
-    model = compiled(shallow.clone(), backend=graphs, fullgraph=True)
-    for each, wanted in (model, plain), *[(attach(model, config), expected)] * 2, (model, plain):
-        assert relative_error(sample_tiny(each, "sd15", 3), wanted) < 1e-5
+    expected, plain = (sample_tiny(m, "sd15", 3) for m in (attach(shallow, config), shallow))
+    model = compiled(shallow.clone(), backend=graphs)
+    merged = attach(model, config)
+    for run, wanted in (model, plain), (merged, expected), (merged, expected), (model, plain):
+        assert relative_error(sample_tiny(run, "sd15", 3), wanted) < 1e-5
     assert graphs.frame_count == 2
 
 
@@ -196,14 +196,13 @@ def test_a_compiled_model_asks_nothing_of_a_gpu_and_compiles_nothing_later(
     names = [name for name, _ in shallow.model.named_modules()]
     blocks = [name for name in names if re.search(r"transformer_blocks\.\d+$", name)]
     counter, after_steps = CompileCounter(), []
-    options = {"backend": counter, "fullgraph": True}
-    model = compiled(
-        attach(shallow, config), **options, **({"keys": blocks} if way == "blocks" else {})
-    )
-    actual = sample_tiny(
-        model, "sd15", steps, callback=lambda *_: after_steps.append(counter.frame_count)
-    )
-    assert relative_error(actual, expected) < 1e-5
+    options = {"keys": blocks} if way == "blocks" else {}
+    model = compiled(attach(shallow, config), backend=counter, **options)
+
+    def count(*_):
+        after_steps.append(counter.frame_count)
+
+    assert relative_error(sample_tiny(model, "sd15", steps, callback=count), expected) < 1e-5
     assert after_steps[-1] == graphs
     assert set(after_steps[3:]) <= {graphs}
 
@@ -227,7 +226,7 @@ def test_what_is_kept_over_steps_is_not_in_the_memory_of_a_graph(shallow, fresh_
     config = merging(strategy="window", scope="stack", attn_tokens="k,v", refresh_steps=4)
     expected = sample_tiny(attach(shallow, config), "sd15", steps=8)
     assert relative_error(expected, sample_tiny(shallow, "sd15", steps=8)) > 1e-3
-    model = compiled(attach(shallow, config), backend=in_one_pool)
+    model = compiled(attach(shallow, config), backend=in_one_pool, fullgraph=False)
     assert relative_error(sample_tiny(model, "sd15", steps=8), expected) < 1e-5
 
 
@@ -256,7 +255,7 @@ def test_blocks_that_run_untouched_weigh_keys_as_blocks_that_are_followed(
     masks = [*seen]
     seen.clear()
     assert torch.equal(comfyui.sample(untouched, tiny, **options), expected)
-    counts = [last_run(each).counts for each in (untouched, followed)]
+    counts = [last_run(patched).counts for patched in (untouched, followed)]
     assert counts[0].merged == counts[1].merged
     assert counts[0].unweighted_reasons == counts[1].unweighted_reasons
     (merged,) = counts[0].merged.values()
@@ -269,10 +268,8 @@ def test_patching_again_replaces_the_settings_and_keeps_the_wrappers_of_others(s
     theirs = sd15.clone()
     theirs.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "other", lambda run, *args: run(*args))
     twice = attach(attach(theirs, merging(ratio=0.7)), merging(ratio=0.3))
-    wrappers = [
-        len(each.get_all_wrappers(WrappersMP.APPLY_MODEL)) for each in (twice, detach(twice))
-    ]
-    assert wrappers == [2, 1]
+    for model, wrappers in (twice, 2), (detach(twice), 1):
+        assert len(model.get_all_wrappers(WrappersMP.APPLY_MODEL)) == wrappers
     assert torch.equal(sample(twice), sample(once))
     off = attach(once, merging(ratio=0.0))
     assert off.get_all_wrappers(WrappersMP.APPLY_MODEL) == []
@@ -349,8 +346,8 @@ def test_a_second_sampler_at_another_size_starts_afresh(sd15, log_messages):
     small = sample(patched, size=(8, 8))
     sample(patched, size=(12, 20))
     assert torch.equal(sample(patched, size=(8, 8)), small)
-    found = [line.split(" tokens")[0].split("(")[1] for line in log_messages()]
-    assert found == ["64 -> 32", "240 -> 120", "64 -> 32"]
+    tokens = [line.split(" tokens")[0].split("(")[1] for line in log_messages()]
+    assert tokens == ["64 -> 32", "240 -> 120", "64 -> 32"]
 
 
 @pytest.mark.parametrize(

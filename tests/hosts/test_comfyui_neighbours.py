@@ -63,7 +63,7 @@ def test_a_replaced_attention_takes_its_stack_out_of_stack_scope(models, log_mes
     # The name that the host prefers has the place of the block in its stack.
     theirs.set_model_attn2_replace(lambda q, k, v, options: q, "input", 5, index)
     patched = attach(theirs, merging(scope="stack", merge_mlp=True), Shuffle)
-    merged, expected = (comfyui.sample(each, UNETS["sdxl"], steps=1) for each in (patched, theirs))
+    merged, expected = (comfyui.sample(m, UNETS["sdxl"], steps=1) for m in (patched, theirs))
     assert relative_error(merged, expected) < 5e-5
     assert "module scope in 1 that are patched" in log_messages()[-1]
 
@@ -123,7 +123,7 @@ def test_another_thread_may_run_the_unpatched_model_in_the_meantime(sd15, option
     evaluate()
     merged = attach(sd15, merging(**EVERYTHING, **options))
     expected = sample(merged, steps=1)
-    block = next(each for each in unet.modules() if isinstance(each, BasicTransformerBlock))
+    block = next(part for part in unet.modules() if isinstance(part, BasicTransformerBlock))
     with block.attn2.register_forward_hook(evaluate_elsewhere):
         actual = sample(merged, steps=1)
     assert len(outputs) == 2

@@ -15,6 +15,7 @@ from common import (
     TOMESD_OPTIONS,
     Counted,
     attributes,
+    check_lossless,
     check_run,
     input_lengths,
     merged_everywhere,
@@ -83,15 +84,12 @@ def test_every_pipeline_merges_and_is_as_before_without(name, attn_tokens, log_m
 def test_a_lossless_plan_reproduces_the_unet_in_every_scope(
     family, scope, attn_tokens, log_messages
 ):
-    unet = make_unet(family)
-    expected = call(unet)
-    shuffle(unet, scope=scope, attn_tokens=attn_tokens)
-    assert relative_error(call(unet), expected) < ROUNDING
+    check_lossless(make_unet(family), call, scope=scope, attn_tokens=attn_tokens)
     assert merged_everywhere(log_messages()[-1])
 
 
 def blocks_of(unet):
-    return [each for each in unet.modules() if isinstance(each, BasicTransformerBlock)]
+    return [module for module in unet.modules() if isinstance(module, BasicTransformerBlock)]
 
 
 # In which no two similarities are almost equal.
@@ -137,9 +135,9 @@ PROCESSORS = {
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_attention_processors(unet, name, when):
     expected = call(unet)
-    set_processors = PROCESSORS[name]
-    for each in (set_processors, shuffle) if when == "before" else (shuffle, set_processors):
-        each(unet)
+    changes = PROCESSORS[name], shuffle
+    for change in changes if when == "before" else changes[::-1]:
+        change(unet)
     assert relative_error(call(unet), expected) < ROUNDING
     tome_nodes.apply_patch(unet)
     assert relative_error(call(unet), expected) > 1e-3
@@ -256,12 +254,13 @@ def test_steps_aside_where_other_code_changes_the_tokens(unet, log_messages):
 
 def test_timesteps_of_any_kind(unet):
     tome_nodes.apply_patch(unet)
-    arguments = inputs(unet)
-    expected = unet(timestep=500, **arguments).sample
+    arguments = inputs(unet).values()
+    sample, text = arguments
+    expected = unet(sample, 500, text).sample
     for timestep in 500.0, torch.tensor(500), torch.tensor([500, 500], device=DEVICE):
-        assert torch.allclose(unet(timestep=timestep, **arguments).sample, expected, atol=1e-5)
-    sample, text = arguments.values()
-    assert torch.equal(unet(sample, 500, text).sample, expected)
+        assert torch.allclose(unet(sample, timestep, text).sample, expected, atol=1e-5)
+    named = unet(sample=sample, timestep=500, encoder_hidden_states=text)
+    assert torch.equal(named.sample, expected)
 
 
 def test_picks_depend_on_the_timestep_and_not_on_the_batch(unet):
@@ -378,8 +377,8 @@ def test_offloading(way, is_first, log_messages):
     expected = case()
 
     def offload(pipeline):
-        for each in pipeline.unet, pipeline.vae:
-            OFFLOADS[way](each)
+        for part in pipeline.unet, pipeline.vae:
+            OFFLOADS[way](part)
 
     for begin in (offload, shuffle) if is_first else (shuffle, offload):
         begin(case.pipeline)
@@ -407,29 +406,27 @@ def results(unet, *timesteps, seed=0):
     ids=["at the first timestep", "at a lower timestep", "after a call that failed"],
 )
 def test_another_picture_begins_a_run(unet, before, timesteps, fails):
-    seed = 0 if fails else 1
-    tome_nodes.apply_patch(unet, **KEPT_DETAIL)
-    expected = results(unet, *timesteps, seed=seed)
-    tome_nodes.apply_patch(unet, **KEPT_DETAIL)
-    results(unet, *before)
-    if fails:
-        with stopped(unet.conv_out):
-            call(unet, 600)
-    assert all(map(torch.equal, results(unet, *timesteps, seed=seed), expected))
+    seed, runs = 0 if fails else 1, []
+    for earlier in (), before:
+        tome_nodes.apply_patch(unet, **KEPT_DETAIL)
+        results(unet, *earlier)
+        if earlier and fails:
+            with stopped(unet.conv_out):
+                call(unet, 600)
+        runs.append(results(unet, *timesteps, seed=seed))
+    assert all(map(torch.equal, *runs))
 
 
 def test_a_picture_after_one_that_ended_early_begins_a_run():
     first, second = CASES["sdxl"](), CASES["sdxl_img2img"]()
-    unet = second.pipeline.unet = first.pipeline.unet
-
-    def picture():
-        return second(steps=8, strength=0.4, seed=3)
-
-    tome_nodes.apply_patch(unet, max_downsample=2, **KEPT_DETAIL)
-    expected = picture()
-    tome_nodes.apply_patch(unet, max_downsample=2, **KEPT_DETAIL)
-    first(steps=8, denoising_end=0.7)
-    assert torch.equal(picture(), expected)
+    unet, pictures = first.pipeline.unet, []
+    second.pipeline.unet = unet
+    for _ in range(2):
+        tome_nodes.apply_patch(unet, max_downsample=2, **KEPT_DETAIL)
+        if pictures:
+            first(steps=8, denoising_end=0.7)
+        pictures.append(second(steps=8, strength=0.4, seed=3))
+    assert torch.equal(*pictures)
 
 
 @pytest.mark.parametrize(
@@ -518,7 +515,7 @@ def test_gradient_checkpointing_is_left_alone_after_merging_too(log_messages):
     def gradients():
         network.zero_grad()
         network(**given)[0].square().mean().backward()
-        return torch.cat([each.grad.flatten() for each in network.parameters()])
+        return torch.cat([weight.grad.flatten() for weight in network.parameters()])
 
     expected = gradients()
     tome_nodes.apply_patch(network)

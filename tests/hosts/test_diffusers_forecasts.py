@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import math
 import weakref
 from collections import Counter
 from contextlib import nullcontext
@@ -28,7 +27,7 @@ import tome_nodes
 from tome_nodes import reasons
 from tome_nodes.forecasting import forecasts
 from tome_nodes.forecasting.forecasts import Forecasts
-from tome_nodes.forecasting.steps import steps_that_run
+from tome_nodes.forecasting.steps import log_snr, steps_that_run
 from tome_nodes.pytorch.diffusers_transformers import DiffusersTransformers
 from tome_nodes.pytorch.flow_call import FlowCall, flow_call
 
@@ -96,15 +95,15 @@ def test_the_denoised_latent_is_where_the_only_step_ends(name, monkeypatch):
     case = TRANSFORMERS[name]()
     options = UNGUIDED.get(name, {"guidance_scale": 1.0})
     expected = case(steps=1, **options)
-    found = []
+    denoised = []
 
     def keep(network, args, kwargs, output):
         noise = case.pipeline.scheduler.sigmas[0].item()
-        found.append(flow_call(network, args, kwargs).denoised(output, noise))
+        denoised.append(flow_call(network, args, kwargs).denoised(output, noise))
 
     case.network.register_forward_hook(keep, with_kwargs=True)
     case(steps=1, **options)
-    (latent,) = found
+    (latent,) = denoised
     assert relative_error(latent.view_as(expected), expected) < 1e-5
 
 
@@ -132,11 +131,6 @@ def test_what_is_not_of_the_picture_is_not_forecast(name, make, given, shape):
     assert type(returned) is type(result)
     assert returned.sample.shape == result.sample.shape
     assert relative_error(returned.sample[:, :80], result.sample[:, :80]) < 1e-4
-
-
-def log_of_signal_to_noise(share):
-    share = min(share, 0.99)
-    return 2 * math.log((1 - share) / share)
 
 
 def sampled(case, monkeypatch, **options):
@@ -167,10 +161,10 @@ def test_steps_are_left_out_whose_answers_a_straight_line_gives(name, monkeypatc
     scaling = {"qwen_image": {"true_cfg_scale": 1.0}, "lumina2": {"cfg_normalization": False}}
     levels, latents, used, answers = sampled(case, monkeypatch, **scaling.get(name, {}))
     assert 3 not in answers
-    one, other, found = (latents[at] - levels[at] * used[at] for at in (1, 2, 3))
-    before, after, now = (log_of_signal_to_noise(levels[at]) for at in (1, 2, 3))
+    one, other, forecast = (latents[at] - levels[at] * used[at] for at in (1, 2, 3))
+    before, after, now = (log_snr(levels[at], is_flow=True) for at in (1, 2, 3))
     share = 0.7 * (now - after) / (after - before)
-    assert relative_error(found, other + share * (other - one)) < 1e-4
+    assert relative_error(forecast, other + share * (other - one)) < 1e-4
 
 
 @pytest.mark.parametrize("name", ["flux", "sd3", "ltx"])
@@ -180,7 +174,7 @@ def test_the_step_after_a_forecast_makes_up_for_its_error(name, monkeypatch):
     case = TRANSFORMERS[name]()
     levels, latents, _, answers = sampled(case, monkeypatch, guidance_scale=1.0)
     before, after = (latents[at] - levels[at] * answers[at] for at in (2, 4))
-    logs = [log_of_signal_to_noise(levels[at]) for at in (2, 3, 4)]
+    logs = [log_snr(levels[at], is_flow=True) for at in (2, 3, 4)]
     between = torch.lerp(before, after, (logs[1] - logs[0]) / (logs[2] - logs[0]))
     on_line = torch.lerp(between, latents[3], levels[4] / levels[3])
     expected = torch.lerp(after, on_line, levels[5] / levels[4])
@@ -401,7 +395,7 @@ def test_nothing_is_left_after_a_run(name, failure, monkeypatch):
         hook.remove()
     assert attributes(case.network) == patched
     gc.collect()
-    assert len(kept) > 8 and not any(each() for each in kept)
+    assert len(kept) > 8 and not any(reference() for reference in kept)
     assert torch.equal(case(steps=8), forecast)
 
 

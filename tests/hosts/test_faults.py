@@ -1,4 +1,4 @@
-"""An error at each stage of merging: it is the one that the user sees, and it leaves nothing."""
+"""An error at any stage of merging: it is the one that the user sees, and it leaves nothing."""
 
 from itertools import cycle
 

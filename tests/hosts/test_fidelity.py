@@ -79,8 +79,8 @@ def test_a_forecast_continues_a_straight_line_in_the_logarithm_of_signal_to_nois
 
     options_of_run = {"transformer_options": {"sample_sigmas": levels}}
     for level in levels[:-1]:
-        found = predict(line, torch.zeros(1), level[None], options_of_run, 0)
-        assert found.item() == pytest.approx(line(None, float(level)).item(), rel=1e-4)
+        forecast = predict(line, torch.zeros(1), level[None], options_of_run, 0)
+        assert forecast.item() == pytest.approx(line(None, float(level)).item(), rel=1e-4)
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def test_the_summary_takes_the_worst_number_of_steps():
     second = {page.PLAIN: row("plain", 1.0, 0.0), page.FAST: row(page.OURS, 0.8, 0.1)}
     # At 0.6, halfway between six and four steps, these have an error of 0.2.
     ours, steps = row(page.OURS, 0.6, 0.1), {6: (0.8, 0.1), 4: (0.4, 0.3)}
-    compared = {f"{number} steps": row(page.STEPS, *each) for number, each in steps.items()}
+    compared = {f"{number} steps": row(page.STEPS, *point) for number, point in steps.items()}
     result = {
         "pictures": {"12": rows(1, 5, 4), "8": rows(1, 4, 3.4)},
         "second": {"8": second},

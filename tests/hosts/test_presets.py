@@ -1,4 +1,4 @@
-"""Presets: what each decides, and what it leaves to other inputs."""
+"""Presets: what they decide, and what they leave to other inputs."""
 
 import re
 
@@ -123,15 +123,6 @@ def _lengths(model, end):
         for handle in handles:
             handle.remove()
     return lengths
-
-
-def test_presets_are_ordered_by_how_much_they_change(sd15):
-    plain = sample(sd15, **SIZE)
-    errors = {
-        preset: relative_error(sample(patched(sd15, preset=preset), **SIZE), plain)
-        for preset in OPTIONS
-    }
-    assert 0 < errors["balanced"] < errors["paper"] < errors["fast"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Each line on a run that gained nothing says who is in the way, and what to do, as it happens."""
+"""The line on a run that gained nothing says who is in the way, and what to do."""
 
 import time
 
@@ -43,7 +43,6 @@ def run(models, kind, config, patch=None, **options):
 @pytest.mark.parametrize(
     ("kind", "config", "options", "who", "what_to_do"),
     [
-        ("flux", preset("balanced"), {"steps": 1}, "a run of 1 is too short", "leave ToMe out"),
         ("flux", preset("balanced"), {"steps": 3}, "a run of 3 is too short", "take fewer"),
         (
             *("flux", preset("balanced"), {"steps": 8, "sampler": "heun"}),
@@ -52,10 +51,6 @@ def run(models, kind, config, patch=None, **options):
         (
             *("flux", preset("balanced", end_percent=0.1), {"steps": 8}),
             *("covers only steps in which the model always runs", "widen them"),
-        ),
-        (
-            *("sd15", preset("balanced", start_percent=0.95), {"steps": 4}),
-            *("start_percent=0.95 to end_percent=1.0 covers no step of this run", "widen them"),
         ),
         (
             *("sd15", STACK, {"steps": 4}),
@@ -70,14 +65,9 @@ def run(models, kind, config, patch=None, **options):
             *("another node (nodes_hypertile) masks", "leave one of the two out"),
         ),
         ("sd15", preset("fast"), {"steps": 1, "size": (8, 8)}, "64 tokens", "a larger picture"),
-        ("sdxl", preset("paper"), {"steps": 1}, "max_downsample=1", "use preset fast"),
         (
             *("sdxl", preset("balanced"), {"steps": 1, "size": (32, 32)}),
             *("little of this model's time is in self-attention", "preset fast saves most"),
-        ),
-        (
-            *("sd15", merging(), {"steps": 1, "size": (8, 8)}),
-            *("merged", "expected"),
         ),
     ],
 )
@@ -132,9 +122,8 @@ def test_a_run_of_eight_steps_says_whether_it_helped(
     caplog.set_level("INFO", logger="tome_nodes")
     times = iter([sum(seconds[:step]) for step in range(8)])
     monkeypatch.setattr(time, "perf_counter", lambda: next(times))
-    found = run(models, kind, config, steps=8)
+    lines = in_words(run(models, kind, config, steps=8))
     assert caplog.messages[-1].endswith(f"; {words}")
-    lines = in_words(found)
     assert lines[1] == f"Helped: {words}"
     assert any("let ToMe Tune measure" in line for line in lines) == ("expected" in words)
 
@@ -148,8 +137,8 @@ class Doubles(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        tensors = [each for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor)]
-        if any(each.dtype == torch.float64 for each in tensors):
+        dtypes = {getattr(leaf, "dtype", None) for leaf in pytree.tree_leaves(result)}
+        if torch.float64 in dtypes:
             self.seen.add(str(function))
         return result
 
@@ -157,7 +146,7 @@ class Doubles(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("kind", "config"),
     [
-        *(("sd15", merging(strategy=each, merge_mlp=True)) for each in ("bipartite", "cluster")),
+        *(("sd15", merging(strategy=name, merge_mlp=True)) for name in ("bipartite", "cluster")),
         ("sd15", merging(ratio_end=0.2, **settings_of("balanced", {}))),
         ("sd15", merging(scope="stack", refresh_steps=2, merge_crossattn=True)),
         ("flux", merging(strategy="window")),
@@ -168,9 +157,9 @@ def test_nothing_is_computed_in_float64_that_the_model_alone_does_not(models, ki
     """Apple's GPUs have none."""
     models(kind)
     seen = []
-    for each in None, config:
+    for settings in None, config:
         with Doubles() as doubles:
-            run(models, kind, each, steps=8 if config.forecast else 3)
+            run(models, kind, settings, steps=8 if config.forecast else 3)
         seen.append(doubles.seen)
     assert seen[1] <= seen[0]
     assert not seen[0] or kind == "flux"

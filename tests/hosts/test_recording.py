@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 from common import BACKEND, relative_error
-from host import merging, sample
+from host import compiled, merging, sample
+from torch._dynamo.testing import CompileCounter
 
 from tome_nodes.comfyui import run_report
 from tome_nodes.comfyui.attachment import attach, is_attached, last_run
@@ -91,16 +92,11 @@ def test_times_add_up(sd15_of):
 
 
 def test_a_compiled_model_is_recorded_without_times_in_one_graph(sd15, fresh_compiler):
-    from comfy_api.torch_helpers import set_torch_compile_wrapper
-    from torch._dynamo.testing import CompileCounter
-
-    expected = sample(attach(sd15, merging()))
-    compiled = attach(sd15, merging(), wants_details=lambda: True)
-    graphs = CompileCounter()
-    set_torch_compile_wrapper(compiled, backend=graphs, fullgraph=True)
-    assert relative_error(sample(compiled), expected) < 1e-5
+    expected, graphs = sample(attach(sd15, merging())), CompileCounter()
+    model = compiled(attach(sd15, merging(), wants_details=lambda: True), backend=graphs)
+    assert relative_error(sample(model), expected) < 1e-5
     assert graphs.frame_count == 1
-    recording = last_run(compiled).recording
+    recording = last_run(model).recording
     assert {block.seconds for block in recording.blocks.values()} == {None}
     assert {(b.before, b.after) for b in recording.blocks.values()} == {(192, 96)}
 
@@ -155,9 +151,8 @@ def test_steps_are_in_the_order_of_the_run_wherever_noise_rises(sd15, sigmas):
     model = attach(sd15, merging(), on_step=steps.append)
     sample(model, sigmas=torch.tensor(sigmas))
     total = len(sigmas) - 1
-    assert [each.rpartition("step ")[2] for each in steps] == [
-        f"{step + 1}/{total}" for step in range(total)
-    ]
+    places = [line.rpartition("step ")[2] for line in steps]
+    assert places == [f"{step + 1}/{total}" for step in range(total)]
 
 
 @pytest.mark.parametrize(
@@ -170,4 +165,4 @@ def test_steps_are_in_the_order_of_the_run_wherever_noise_rises(sd15, sigmas):
 def test_the_line_of_a_step_says_what_merged_or_why_nothing_did(sd15_of, levels, settings, line):
     lines = []
     sample(attach(sd15_of(levels), merging(**settings), on_step=lines.append), steps=1)
-    assert [each.partition(";")[0] for each in lines] == [line]
+    assert [text.partition(";")[0] for text in lines] == [line]

@@ -165,11 +165,11 @@ def text_and_settings(entry):
 
 @pytest.mark.parametrize("wish", [{"speed_up": 1.0}, {"goal": "likeness", "change": 0.0}], ids=str)
 def test_a_wish_for_nothing_gives_the_unpatched_picture_and_says_why(server, wish):
-    entry = server.run(with_tune(side=256, seed=31, **wish))
+    entry = server.run(with_tune(side=128, seed=31, **wish))
     text, settings = text_and_settings(entry)
     assert text.startswith("Unpatched: ") and text.endswith("what the model has without ToMe.")
     assert settings == {"preset": "balanced", "ratio": 0.0}
-    plain = server.run(txt2img(seed=31, side=256))
+    plain = server.run(txt2img(seed=31, side=128))
     assert saved_pixels(server, entry) == saved_pixels(server, plain)
 
 
@@ -203,6 +203,6 @@ def test_a_bar_shows_how_far_it_is(server):
             node = event["data"]["nodes"].get("tune")
             values.extend([node] if node else [])
 
-    server.run(with_tune(seed=35, speed_up=3.0, measure_again=True), on_event=look)
+    server.run(with_tune(seed=35, side=128, speed_up=3.0, measure_again=True), on_event=look)
     assert len({node["value"] for node in values}) > 2
     assert {node["max"] for node in values if node["value"] > 1} == {18}

@@ -68,27 +68,27 @@ def faults_of_python(text, extra=frozenset()):
             return False
         return library.partition(".")[0] in LIBRARIES | extra
 
-    found = []
+    faults = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names if not is_allowed(alias.name)]
+            faults += [alias.name for alias in node.names if not is_allowed(alias.name)]
         elif isinstance(node, ast.ImportFrom) and not node.level:
-            names = {node.module, *(alias.name for alias in node.names if alias.name in ATTRIBUTES)}
-            found += [name for name in names if name in ATTRIBUTES or not is_allowed(name)]
+            faults += {alias.name for alias in node.names} & ATTRIBUTES
+            faults += [] if is_allowed(node.module) else [node.module]
         elif isinstance(node, ast.Name) and node.id in BUILTINS:
-            found.append(node.id)
+            faults.append(node.id)
         elif isinstance(node, ast.Attribute) and node.attr in ATTRIBUTES:
-            found += [node.attr] if ast.unparse(node) not in HARMLESS else []
+            faults += [node.attr] if ast.unparse(node) not in HARMLESS else []
         elif isinstance(node, ast.Attribute | ast.Subscript):
             # Which modules there are may be asked, but not what is in them.
-            found += ["sys.modules"] if ast.unparse(node.value) == "sys.modules" else []
-    return found
+            faults += ["sys.modules"] if ast.unparse(node.value) == "sys.modules" else []
+    return faults
 
 
 def faults_of_script(text):
-    found = [name for name, pattern in PATTERNS.items() if re.search(pattern, text)]
+    faults = [name for name, pattern in PATTERNS.items() if re.search(pattern, text)]
     imports = re.findall(r"^\s*(?:import|export)\b.*?[\"'](.+?)[\"']", text, re.MULTILINE)
-    return found + [name for name in imports if not name.startswith(("./", "../"))]
+    return faults + [name for name in imports if not name.startswith(("./", "../"))]
 
 
 @pytest.mark.parametrize("file", [*PYTHON, *SCRIPTS], ids=str)

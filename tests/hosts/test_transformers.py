@@ -13,6 +13,7 @@ from comfy_extras import nodes_custom_sampler as nodes
 from common import Shuffle, relative_error
 from host import (
     calls_of,
+    compiled,
     keys_only,
     merged_keys,
     merging,
@@ -44,14 +45,14 @@ def test_a_lossless_plan_reproduces_the_unpatched_model_and_nothing_is_left(
 ):
     tiny, model = TINY[kind], models(kind)
     options = {"size": tiny.size(7, 9)}
-    plain, merged = (sample(each, tiny, **options) for each in (model, attach(model, keys_only())))
+    patched, off = attach(model, keys_only()), attach(model, keys_only(ratio=0.0))
+    plain, merged = (sample(run, tiny, **options) for run in (model, patched))
     assert not torch.equal(merged, plain)
     assert shuffle_error(model, tiny, **options) < 1e-5
     assert log_messages()[-1].startswith(f"[ToMe] merged {tiny.blocks}/{tiny.blocks} blocks (")
-    patched, off = attach(model, keys_only()), attach(model, keys_only(ratio=0.0))
     assert torch.equal(sample(patched, tiny, **options), merged)
-    for each in detach(patched), off, model:
-        assert torch.equal(sample(each, tiny, **options), plain)
+    for unpatched in detach(patched), off, model:
+        assert torch.equal(sample(unpatched, tiny, **options), plain)
     assert overridden(model) == []
 
 
@@ -86,31 +87,37 @@ def test_keys_of_the_picture_merge_and_everything_else_stays(models, log_message
 
 def test_settings_that_are_for_unets_act_as_keys_and_values_alone(models, log_messages):
     tiny, model = TINY["flux"], models("flux")
-    expected, *found = (
+    expected, *others = (
         sample(attach(model, keys_only(**settings)), tiny)
         for settings in ({}, {"attn_tokens": "q,k,v"}, {"scope": "stack"})
     )
-    assert all(torch.equal(each, expected) for each in found)
+    assert all(torch.equal(result, expected) for result in others)
     assert len({*log_messages()}) == 1
     config = merging(merge_attn=False, merge_mlp=True)
     assert torch.equal(sample(attach(model, config), tiny), sample(model, tiny))
     assert log_messages()[-1] == f"[ToMe] nothing merged: {reasons.ATTENTION_OFF}"
 
 
+def attending(model):
+    """The model with an attention in place of the host's, and the keys, values and masks of it."""
+    calls = []
+
+    def theirs(_, q, k, v, heads, mask=None, **kwargs):
+        calls.append((k, v, mask))
+        return attention_pytorch(q, k, v, heads, mask=mask, **kwargs)
+
+    return with_override(model, theirs), calls
+
+
 @pytest.mark.parametrize("kind", ["flux", "krea2", "wan21"])
 def test_an_override_that_ignores_its_function_gives_the_same_picture(models, log_messages, kind):
     tiny, model = TINY[kind], models(kind)
-    lengths = []
-
-    def theirs(_, q, k, v, *args, **kwargs):
-        lengths.append(k.shape[2] if kwargs.get("skip_reshape") else k.shape[1])
-        return attention_pytorch(q, k, v, *args, **kwargs)
-
-    other = with_override(model, theirs)
+    other, calls = attending(model)
     sample(other, tiny, steps=1)
-    all_keys, lengths[:] = [*lengths], []
+    all_keys = sum(k.shape[-2] for k, _, _ in calls)
+    calls.clear()
     merged = sample(attach(other, keys_only()), tiny, steps=1)
-    assert sum(lengths) < sum(all_keys)
+    assert sum(k.shape[-2] for k, _, _ in calls) < all_keys
     expected = sample(attach(model, keys_only()), tiny, steps=1)
     assert relative_error(merged, expected) < 1e-5
     assert "weigh as one token" not in log_messages()[0]
@@ -195,24 +202,20 @@ def test_masked_text_stays_masked(models, kind):
 
 @pytest.mark.parametrize("strategy", ["bipartite", "window", "cluster"])
 def test_keys_and_values_that_count_once_are_means(models, monkeypatch, strategy):
-    tiny, calls, plans, plan_of = TINY["wan21"], [], [], AttentionBlock.plan_of
-
-    def theirs(_, q, k, v, *args, **kwargs):
-        calls.append((k, v))
-        return attention_pytorch(q, k, v, *args, **kwargs)
+    tiny, plans, plan_of = TINY["wan21"], [], AttentionBlock.plan_of
 
     def noted(*args):
         plans.append(plan_of(*args))
         return plans[-1]
 
-    other = with_override(models("wan21"), theirs)
+    other, calls = attending(models("wan21"))
     sample(other, tiny, steps=1, cfg=1.0)
     before, calls[:] = calls[0], []
     monkeypatch.setattr(AttentionBlock, "plan_of", noted)
     patched = attach(other, keys_only(strategy=strategy, proportional_attn=False))
     sample(patched, tiny, steps=1, cfg=1.0)
-    for each, merged in zip(before, calls[0], strict=True):
-        assert relative_error(merged, plans[0].merge(each)) < 1e-6
+    for tokens, merged in zip(before[:2], calls[0][:2], strict=True):
+        assert relative_error(merged, plans[0].merge(tokens)) < 1e-6
 
 
 @pytest.mark.parametrize("kind", ["flux", "krea2", "sd3", "wan21", "ltxv", "minimax_h3"])
@@ -221,20 +224,13 @@ def test_merged_keys_weigh_as_much_as_all_keys(models, kind):
         # One that passes masks by place does not show them to an override.
         has_matrix = hasattr(comfy.ldm.lightricks.model, "freqs_cis_matrix")
         needs("LTX that passes masks by name", has_matrix)
-    tiny, model = TINY[kind], models(kind)
-    calls = []
-
-    def theirs(_, q, k, v, heads, mask=None, **kwargs):
-        calls.append((k.shape[-2], mask))
-        return attention_pytorch(q, k, v, heads, mask=mask, **kwargs)
-
-    other = with_override(model, theirs)
+    tiny = TINY[kind]
+    other, calls = attending(models(kind))
     sample(other, tiny, steps=3)
-    plain, calls[:] = [keys for keys, _ in calls], []
+    plain, calls[:] = [k.shape[-2] for k, _, _ in calls], []
     sample(attach(other, keys_only()), tiny, steps=3)
-    fewer = [
-        (before, mask) for before, (keys, mask) in zip(plain, calls, strict=True) if keys < before
-    ]
+    pairs = zip(plain, calls, strict=True)
+    fewer = [(before, mask) for before, (k, _, mask) in pairs if k.shape[-2] < before]
     assert len(fewer) >= tiny.blocks * 3
     for before, mask in fewer:
         assert torch.allclose(mask.exp().sum(-1), torch.tensor(float(before), device=mask.device))
@@ -242,20 +238,17 @@ def test_merged_keys_weigh_as_much_as_all_keys(models, kind):
 
 @pytest.mark.parametrize("kind", ["flux", "z_image", "qwen_image", "krea2", "wan21"])
 def test_torch_compile_makes_whole_graphs(models, fresh_compiler, kind):
-    from comfy_api.torch_helpers import set_torch_compile_wrapper
-
     tiny, model = TINY[kind], models(kind)
 
     def results(model):
         patched = [attach(model, keys_only(ratio=ratio)) for ratio in (0.5, 0.25)]
-        return [sample(each, tiny) for each in (model, *patched, model)]
+        return [sample(run, tiny) for run in (model, *patched, model)]
 
     expected = results(model)
-    compiled = model.clone()
     # On a GPU the host's own attention with a mask and grouped queries breaks the graph.
     is_whole = kind != "krea2" or model.load_device.type == "cpu"
-    set_torch_compile_wrapper(compiled, backend="eager", fullgraph=is_whole)
-    for given, wanted in zip(results(compiled), expected, strict=True):
+    graphs = compiled(model.clone(), backend="eager", fullgraph=is_whole)
+    for given, wanted in zip(results(graphs), expected, strict=True):
         assert relative_error(given, wanted) < 1e-5
 
 
@@ -322,8 +315,8 @@ def test_records_name_classes_of_the_host():
     classes = [name for record in transformers.TRANSFORMERS for name in record.classes]
     assert len(set(classes)) == len(classes)
     for name in classes:
-        module, _, found = f"comfy.ldm.{name}".rpartition(".")
-        assert isinstance(getattr(importlib.import_module(module), found), type)
+        module, _, kind = f"comfy.ldm.{name}".rpartition(".")
+        assert isinstance(getattr(importlib.import_module(module), kind), type)
 
 
 @pytest.mark.parametrize("frame", [-1, 1, 4])
@@ -337,14 +330,12 @@ def test_a_report_shows_any_frame_of_a_video(models, frame):
     # Cells span several frames.
     assert np.isin(slots[0], slots[1:]).any()
     shown = 2 if frame == -1 else frame - 1
-    expected = drawing.merge_map(slots, frame=shown)
-    height, width = expected.shape[:2]
-    drawn = report_of(run, frame=frame).picture
-    assert np.array_equal(drawn[-20 - height : -20, 20 : 20 + width], expected)
     pictures = np.random.default_rng(0).random((9, 16, 20, 3))
-    expected = drawing.merge_map(slots, pictures[2 * shown], shown)
-    drawn = report_of(run, frame=frame, pictures=pictures).picture
-    assert np.array_equal(drawn[-20 - height : -20, 20 : 20 + width], expected)
+    for given, picture in (None, None), (pictures, pictures[2 * shown]):
+        expected = drawing.merge_map(slots, picture, shown)
+        height, width = expected.shape[:2]
+        drawn = report_of(run, frame=frame, pictures=given).picture
+        assert np.array_equal(drawn[-20 - height : -20, 20 : 20 + width], expected)
 
 
 def test_a_missing_frame_is_reported(models):

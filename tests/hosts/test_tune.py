@@ -78,7 +78,7 @@ def sampling_of_unet(**others):
 
 
 class Timed:
-    """A model whose evaluations take the time that a test wants, and the settings of each."""
+    """A model whose evaluations take the time that a test wants, and their settings."""
 
     def __init__(self, model, sampling, answers_on_a_line=False):
         self.model, self.sampling = model, sampling
@@ -117,27 +117,27 @@ def change(sampled, plain):
 
 
 def test_a_known_front_is_found(timed_unet):
-    found = timed_unet.tune()
-    assert [*found.figures] == [*BALANCED, *FAST]
-    assert found.candidate == Candidate("balanced", 0.6)
-    assert found.measured.unpatched == 1.0
-    assert found.measured.speed == pytest.approx(1.25)
-    assert found.measured.change > 0
-    assert found.runs == len(timed_unet.seen) / 8
+    result = timed_unet.tune()
+    assert [*result.figures] == [*BALANCED, *FAST]
+    assert result.candidate == Candidate("balanced", 0.6)
+    assert result.measured.unpatched == 1.0
+    assert result.measured.speed == pytest.approx(1.25)
+    assert result.measured.change > 0
+    assert result.runs == len(timed_unet.seen) / 8
     assert not is_attached(timed_unet.model) and overridden(timed_unet.model) == []
 
 
 def test_in_a_transformer_one_preset_is_tried_and_another_wish_goes_on_from_it(timed):
-    found = timed.tune(steps=16)
-    assert [*found.figures] == BALANCED
-    speeds = [measured.speed for measured in found.figures.values()]
+    first = timed.tune(steps=16)
+    assert [*first.figures] == BALANCED
+    speeds = [measured.speed for measured in first.figures.values()]
     assert speeds == sorted({*speeds})
     faster = timed.tune(Wish("speed", 2.0), steps=16)
-    assert faster.figures == found.figures
+    assert faster.figures == first.figures
     # It is compared with other fewer steps.
     assert 0 < faster.runs < 2
     again = timed.tune(steps=16)
-    assert (again.candidate, again.runs) == (found.candidate, 0)
+    assert (again.candidate, again.runs) == (first.candidate, 0)
 
 
 @pytest.mark.parametrize("candidate", BALANCED, ids=str)
@@ -191,21 +191,21 @@ def test_the_change_is_that_of_the_samplers_own_pictures(sd15, candidate, sample
 @pytest.mark.parametrize("steps", [1, 2, 4, 20])
 def test_what_trials_take_is_counted_and_kept(timed_unet, steps):
     """Also for another seed, and a prompt of another length."""
-    found = timed_unet.tune(steps=steps)
-    assert 0 < found.runs <= 9 or steps == 1
-    assert not any(name.startswith("0 of") for name in found.instead)
+    first = timed_unet.tune(steps=steps)
+    assert 0 < first.runs <= 9 or steps == 1
+    assert not any(name.startswith("0 of") for name in first.instead)
     ((text, extras),) = conditioning(0.5)
     again = timed_unet.tune(steps=steps, seed=2, positive=[[text.repeat(1, 2, 1), extras]])
-    assert found.runs == len(timed_unet.seen) / steps
+    assert first.runs == len(timed_unet.seen) / steps
     assert again.runs == 0 and again.date
-    assert again.tried == found.tried
+    assert again.tried == first.tried
 
 
 def test_fewer_steps_take_no_longer_than_what_is_found(timed_unet):
     """As fast as the settings, at 8 of 10 steps; their change is that of the host's sampling."""
-    found = timed_unet.tune(steps=10)
-    assert found.measured.speed == pytest.approx(1.25)
-    fewer = found.instead["8 of 10 steps"]
+    result = timed_unet.tune(steps=10)
+    assert result.measured.speed == pytest.approx(1.25)
+    fewer = result.instead["8 of 10 steps"]
     assert fewer.speed == pytest.approx(1.25)
     pictures = (
         sample(timed_unet.model, (16, 16), steps=steps, cfg=1.0, scheduler="simple")
@@ -244,8 +244,7 @@ def test_a_model_that_is_patched_already_is_of_the_same_kind_and_what_is_kept_is
     timed, user_folder
 ):
     patched = attach(timed.model, configured(FAST[2]))
-    found = timed.tune(model=patched)
-    assert found.measured.unpatched == 1.0
+    assert timed.tune(model=patched).measured.unpatched == 1.0
     assert last_run(patched) is None
     assert timed.tune().runs == 0
     (path,) = user_folder.rglob("*.*")
@@ -259,36 +258,32 @@ def test_the_log_and_the_report_of_a_run_end_with_what_was_measured(sd15, log_me
     config = configured(Candidate("balanced", 0.5))
     patched = attach(sd15, config, tuned=Measured(0.041, 0.25, 0.1))
     sample(patched, (16, 16))
-    assert log_messages()[-1].endswith(
-        ", window, 6.10 times as fast: 41 ms a step, 0.25 s unpatched"
-    )
-    assert (
-        "Helped: 6.10 times as fast: 41 ms a step, 0.25 s unpatched (ToMe Tune)"
-        in pages.in_words(last_run(patched))
-    )
+    words = "6.10 times as fast: 41 ms a step, 0.25 s unpatched"
+    assert log_messages()[-1].endswith(f", window, {words}")
+    assert f"Helped: {words} (ToMe Tune)" in pages.in_words(last_run(patched))
     sample(attach(sd15, config), (16, 16))
     assert log_messages()[-1].endswith(", window")
 
 
 def test_a_run_too_short_to_forecast_is_compared_with_fewer_steps(timed):
-    found = timed.tune(steps=3)
-    assert found.candidate is None
-    assert found.instead["2 of 3 steps"].speed == pytest.approx(1.5)
-    assert found.instead["2 of 3 steps"].change > 0
+    result = timed.tune(steps=3)
+    assert result.candidate is None
+    assert result.instead["2 of 3 steps"].speed == pytest.approx(1.5)
+    assert result.instead["2 of 3 steps"].change > 0
     # Another wish is compared with the steps that fulfil it.
     faster = timed.tune(Wish("speed", 2.0), steps=3)
     assert [*faster.instead] == ["1 of 3 steps", EASY_CACHE]
     assert timed.tune(steps=3).runs == 0
-    (measured,) = found.figures.values()
+    (measured,) = result.figures.values()
     assert measured.obstacle.startswith("nothing was forecast: a run of 3 is too short")
-    assert pages.tuning_page(found).text.startswith("Unpatched: nothing was forecast: a run of 3")
+    assert pages.tuning_page(result).text.startswith("Unpatched: nothing was forecast: a run of 3")
 
 
 def test_a_model_that_cannot_be_patched_stays_as_it_is(timed, monkeypatch):
     monkeypatch.setitem(transformers.KEEPS_STATE, "comfy.ldm.flux.model.Flux", "it remembers")
-    found = timed.tune()
-    assert found.candidate is None
-    assert found.obstacle == "no step of a Flux can be forecast: it remembers; leave the node out"
+    result = timed.tune()
+    assert result.candidate is None
+    assert result.obstacle == "no step of a Flux can be forecast: it remembers; leave the node out"
     assert timed.seen == []
 
 
@@ -306,17 +301,17 @@ def test_videos_with_and_without_sound(models, kind, size):
 def test_a_node_that_answers_in_place_of_the_model_is_said(models):
     model = models("flux").clone()
     model.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "theirs", lambda _, x, *args: 0.5 * x)
-    found = tune(model, sampling(steps=2), WISH)
-    assert {measured.obstacle for measured in found.figures.values()} == {
+    result = tune(model, sampling(steps=2), WISH)
+    assert {measured.obstacle for measured in result.figures.values()} == {
         "nothing was done: another node answers in place of the model; remove one of the two"
     }
-    assert found.candidate is None
+    assert result.candidate is None
 
 
 def test_where_there_is_nothing_to_do_no_trial_runs(timed):
     for denoise in 0.0, 1e-9:
-        found = timed.tune(denoise=denoise)
-        assert found.obstacle == f"with denoise {denoise:g} there is nothing to sample"
+        said = f"with denoise {denoise:g} there is nothing to sample"
+        assert timed.tune(denoise=denoise).obstacle == said
     # What the unpatched model fulfils.
     for wish in Wish("speed", 1.0), Wish("likeness", 0.0):
         assert timed.tune(wish).candidate is None
@@ -331,11 +326,11 @@ def test_a_trial_that_fails_leaves_the_others(timed_unet, log_messages):
     before_evaluations(timed_unet.model, fail)
     # It need not come again.
     for _ in range(2):
-        found = timed_unet.tune(Wish("speed", 1.35))
-        assert found.candidate == Candidate("balanced", 0.85)
-        assert found.runs > 0
-    assert found.figures[FAST[1]].obstacle == "the trial failed: ValueError: no room"
-    assert found.figures[FAST[0]].obstacle is None
+        result = timed_unet.tune(Wish("speed", 1.35))
+        assert result.candidate == Candidate("balanced", 0.85)
+        assert result.runs > 0
+    assert result.figures[FAST[1]].obstacle == "the trial failed: ValueError: no room"
+    assert result.figures[FAST[0]].obstacle is None
     assert "[ToMe] fast, ratio 0.50: ValueError: no room" in log_messages()
 
 
@@ -345,11 +340,11 @@ def test_an_answer_that_is_not_finite_is_a_failure(timed_unet):
         return executor(*args, **kwargs) * (1 if run is None else float("nan"))
 
     timed_unet.model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "spoil", spoil)
-    found = timed_unet.tune()
-    assert found.candidate is None
-    assert all(measured.has_failed for measured in found.figures.values())
+    result = timed_unet.tune()
+    assert result.candidate is None
+    assert all(measured.has_failed for measured in result.figures.values())
     said = "Unpatched: the trial failed: the picture is not finite."
-    assert pages.tuning_page(found).text.startswith(said)
+    assert pages.tuning_page(result).text.startswith(said)
 
 
 def test_what_is_done_once_in_a_run_counts_for_neither(timed_unet):
@@ -403,8 +398,8 @@ def test_what_is_kept_counts_for_the_same_kind_of_run_and_model_only(timed):
         lambda apply, given: apply(given["input"], given["timestep"], **given["c"])
     )
     patched.add_object_patch("model_sampling", patched.get_model_object("model_sampling"))
-    for each in wrapped, evaluated, patched:
-        assert timed.tune(model=each).runs > 0
+    for changed in wrapped, evaluated, patched:
+        assert timed.tune(model=changed).runs > 0
 
 
 OF = {"b": 1, "a": [1, 2]}

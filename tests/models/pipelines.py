@@ -64,25 +64,22 @@ def make_unet(family: str = "sd15", **options: Any) -> diffusers.UNet2DCondition
 
 
 def inputs(
-    unet: diffusers.UNet2DConditionModel,
-    batch: int = 2,
-    grid: tuple[int, int] = GRID,
-    seed: int = 0,
+    unet: Any, batch: int = 2, grid: tuple[int, int] = GRID, seed: int = 0
 ) -> dict[str, Any]:
     """The arguments of a call of the UNet, except the timestep."""
     generator = torch.Generator().manual_seed(seed)
 
-    def noise(*shape: int) -> Tensor:
+    def drawn(*shape: int) -> Tensor:
         return torch.randn(batch, *shape, generator=generator).to(DEVICE, unet.dtype)
 
     arguments: dict[str, Any] = {
-        "sample": noise(unet.config.in_channels, *grid),
-        "encoder_hidden_states": noise(TEXT, TEXT_CHANNELS),
+        "sample": drawn(unet.config.in_channels, *grid),
+        "encoder_hidden_states": drawn(TEXT, TEXT_CHANNELS),
     }
     if unet.config.addition_embed_type == "text_time":
         sizes = torch.tensor([[HEIGHT, WIDTH, 0, 0, HEIGHT, WIDTH]], device=DEVICE)
         arguments["added_cond_kwargs"] = {
-            "text_embeds": noise(TEXT_CHANNELS),
+            "text_embeds": drawn(TEXT_CHANNELS),
             "time_ids": sizes.repeat(batch, 1),
         }
     return arguments
@@ -204,18 +201,17 @@ def sd15(family: str = "sd15") -> Case:
     return Case(pipeline, **_PROMPTS, **_SIZE)
 
 
+def _sdxl(kind: Any, **given: Any) -> Case:
+    pipeline = kind(**_parts("sdxl"), **_NO_SECOND, add_watermarker=False)
+    return Case(pipeline, **_POOLED_PROMPTS, **given)
+
+
 def sdxl() -> Case:
-    pipeline = diffusers.StableDiffusionXLPipeline(
-        **_parts("sdxl"), **_NO_SECOND, add_watermarker=False
-    )
-    return Case(pipeline, **_POOLED_PROMPTS, **_SIZE)
+    return _sdxl(diffusers.StableDiffusionXLPipeline, **_SIZE)
 
 
 def sdxl_img2img() -> Case:
-    pipeline = diffusers.StableDiffusionXLImg2ImgPipeline(
-        **_parts("sdxl"), **_NO_SECOND, add_watermarker=False
-    )
-    return Case(pipeline, **_POOLED_PROMPTS, image=_picture(), strength=1.0)
+    return _sdxl(diffusers.StableDiffusionXLImg2ImgPipeline, image=_picture(), strength=1.0)
 
 
 def sd15_inpaint() -> Case:
@@ -278,12 +274,9 @@ def _flow(shift: float | None = None) -> diffusers.FlowMatchEulerDiscreteSchedul
 
 
 def make_flux(in_channels: int = 16) -> diffusers.FluxTransformer2DModel:
-    channels = {"in_channels": in_channels, "out_channels": 16}
-    return lively(
-        diffusers.FluxTransformer2DModel(
-            **channels, **_DOUBLE_AND_SINGLE, **_JOINT, **_POOLED, axes_dims_rope=(4, 4, 8)
-        )
-    )
+    sizes: dict[str, Any] = {"in_channels": in_channels, "out_channels": 16, **_JOINT, **_POOLED}
+    kind = diffusers.FluxTransformer2DModel
+    return lively(kind(**sizes, **_DOUBLE_AND_SINGLE, axes_dims_rope=(4, 4, 8)))
 
 
 def flux() -> Case:
@@ -332,7 +325,7 @@ def z_image() -> Case:
         **{"n_kv_heads": 2, "cap_feat_dim": TEXT_CHANNELS},
         **{"axes_dims": [4, 4, 8], "axes_lens": [256, 64, 64]},
     )
-    prompts: dict[str, Any] = {name: [each[0]] for name, each in _PROMPTS.items()}
+    prompts: dict[str, Any] = {name: [text[0]] for name, text in _PROMPTS.items()}
     return _case(diffusers.ZImagePipeline, transformer, _flow(3.0), **prompts)
 
 
@@ -352,27 +345,19 @@ def wan() -> Case:
 
 
 def ltx() -> Case:
+    sizes = {"num_layers": 2, "cross_attention_dim": 32, "caption_channels": TEXT_CHANNELS}
     transformer = diffusers.LTXVideoTransformer3DModel(
-        in_channels=8,
-        out_channels=8,
-        **_HEADS,
-        num_layers=2,
-        cross_attention_dim=32,
-        caption_channels=TEXT_CHANNELS,
+        in_channels=8, out_channels=8, **_HEADS, **sizes
     )
     size: dict[str, Any] = {"num_frames": 17, "height": 256, "width": 320}
     return _case(diffusers.LTXPipeline, transformer, _flow(), **_PROMPTS, **_PROMPT_MASKS, **size)
 
 
 def hunyuan_video() -> Case:
+    sizes: dict[str, Any] = {"num_refiner_layers": 1, "rope_axes_dim": (4, 4, 8)}
     transformer = diffusers.HunyuanVideoTransformer3DModel(
-        **_OF_LATENT,
-        **_HEADS,
-        **_DOUBLE_AND_SINGLE,
-        **_POOLED,
-        num_refiner_layers=1,
+        **{**_OF_LATENT, **_HEADS, **_DOUBLE_AND_SINGLE, **_POOLED, **sizes},
         text_embed_dim=TEXT_CHANNELS,
-        rope_axes_dim=(4, 4, 8),
     )
     given = {**_FLUX_TEXT, "prompt_attention_mask": _MASK.bool(), "num_frames": 9}
     return _case(diffusers.HunyuanVideoPipeline, transformer, _flow(7.0), _NO_SECOND, **given)

@@ -99,8 +99,8 @@ def draw(seed: int, number: int, models: Mapping[str, Traits]) -> Draw:
 
 def _forecast(random: Random, number: int, models: Mapping[str, Traits]) -> Draw:
     name = SITUATIONS[number // FORECAST_EVERY % len(SITUATIONS)]
-    able = {model: each for model, each in models.items() if each.is_forecast}
-    fitting = {model: each for model, each in able.items() if name in each.neighbours}
+    able = {model: traits for model, traits in models.items() if traits.is_forecast}
+    fitting = {model: traits for model, traits in able.items() if name in traits.neighbours}
     run = _plain(random, number, fitting or able)
     return replace(
         run,

@@ -79,10 +79,10 @@ class Model:
 
 def _traits(kind: str, weight: float) -> Traits:
     nodes = tuple(
-        each.name
-        for each in ALL
-        if each.guider is None and not each.is_slow and each.name not in _UNSUITABLE
-        if not each.only or kind in each.only
+        node.name
+        for node in ALL
+        if node.guider is None and not node.is_slow and node.name not in _UNSUITABLE
+        if not node.only or kind in node.only
     )
     if kind in UNETS:
         return Traits(weight, patches=150, worth=8, neighbours=nodes)

@@ -73,9 +73,9 @@ class Runs:
         try:
             expected, _ = self._sample(draw, None)
         except FailedError:
-            self._left_alive(name)
             return Verdict(facts={"refused"})
-        self._left_alive(name)
+        finally:
+            self._left_alive(name)
         before = state_of(model)
         with _log() as log:
             try:
@@ -97,9 +97,9 @@ class Runs:
             # The host may keep something of its latest run; now that is another one.
             self._sample(draw, None)
             self._left_alive(name)
-            leaked = [tensor for each in left if (tensor := each()) is not None]
+            leaked = [tensor for reference in left if (tensor := reference()) is not None]
             if leaked:
-                named = [f"{[*each.shape]} of {each.dtype}" for each in leaked[:3]]
+                named = [f"{[*tensor.shape]} of {tensor.dtype}" for tensor in leaked[:3]]
                 verdict.failures.append(f"{len(leaked)} tensors stay alive: {', '.join(named)}")
         if changed := differences(before, state_of(model)):
             verdict.failures.append(f"{name} is not clean: {', '.join(changed[:3])}")
@@ -152,8 +152,7 @@ class Runs:
                     with CurrentNodeContext(_PROMPT, "report"):
                         image = torch.full((len(latent), 64, 64, 3), 0.5)
                         picture = merging.report(prepared, latent, image, draw.report)
-                    is_right = picture.ndim == 4 and picture.shape[-1] == 3
-                    if not is_right or not picture.isfinite().all():
+                    if picture.ndim != 4 or picture.shape[-1] != 3 or not picture.isfinite().all():
                         raise FailedError(f"the report is no picture: {[*picture.shape]}")
                 return latent, is_stopped
         except FailedError:
@@ -178,7 +177,7 @@ def _is_stopped(model: Model, prepared: Any, draw: Draw, fault: Fault | None) ->
 
     with ExitStack() as hooks:
         if fault.place is not None:
-            layers = [each for each in prepared.model.modules() if isinstance(each, nn.Linear)]
+            layers = [part for part in prepared.model.modules() if isinstance(part, nn.Linear)]
             layer = layers[int(fault.place * len(layers))]
             hooks.enter_context(layer.register_forward_pre_hook(fail))
         try:

@@ -148,22 +148,22 @@ def test_a_draw_depends_on_its_seed_and_number_alone():
 
 def test_draws_are_valid_and_cover_every_option_and_every_part():
     draws = [draw(0, number, TRAITS) for number in range(1, 1001)]
-    for each in draws:
-        given = {name: value for name, value in each.settings.items() if name != "preset"}
-        ToMeConfig(**settings_of(each.settings["preset"], given))
-        assert math.prod(each.sampling["size"]) <= TRAITS[each.model].patches
+    for run in draws:
+        given = {name: value for name, value in run.settings.items() if name != "preset"}
+        ToMeConfig(**settings_of(run.settings["preset"], given))
+        assert math.prod(run.sampling["size"]) <= TRAITS[run.model].patches
     for name, option in OPTIONS.items():
-        drawn = {each.settings.get(name) for each in draws}
+        drawn = {run.settings.get(name) for run in draws}
         assert drawn >= {*option.choices} and len(drawn) > 2, name
-    assert {each.settings["preset"] for each in draws} == {*PRESETS, "custom"}
-    assert {each.model for each in draws} == {*TRAITS}
+    assert {run.settings["preset"] for run in draws} == {*PRESETS, "custom"}
+    assert {run.model for run in draws} == {*TRAITS}
     for name in ("neighbours", "replaced", "cloned", "removed", "report"):
-        assert 20 < sum(bool(getattr(each, name)) for each in draws) < 700, name
-    assert {each.fault.kind for each in draws if each.fault} == {*FAULTS}
+        assert 20 < sum(bool(getattr(run, name)) for run in draws) < 700, name
+    assert {run.fault.kind for run in draws if run.fault} == {*FAULTS}
     # In the hundred runs of a quick soak.
-    forecast = [each for each in draws[:100] if each.number % FORECAST_EVERY == 0]
-    assert {name for each in forecast for name in each.neighbours} == {*SITUATIONS}
-    assert {each.sampling["steps"] for each in forecast} == {8}
+    forecast = [run for run in draws[:100] if run.number % FORECAST_EVERY == 0]
+    assert {name for run in forecast for name in run.neighbours} == {*SITUATIONS}
+    assert {run.sampling["steps"] for run in forecast} == {8}
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_draws_are_valid_and_cover_every_option_and_every_part():
     ],
 )
 def test_the_last_line_and_the_exit_code(megabytes, verdict, is_good, line):
-    told = summary([verdict] * len(megabytes), [each * 10**6 for each in megabytes])
+    told = summary([verdict] * len(megabytes), [memory * 10**6 for memory in megabytes])
     assert told == (f"summary: {line} merged=0 forecast=0 refused=0 stopped=0", is_good)
 
 

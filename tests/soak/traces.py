@@ -42,16 +42,16 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str
 
 def _shape(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _shape(each) for key, each in value.items()}
+        return {key: _shape(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_shape(each) for each in value]
+        return [_shape(part) for part in value]
     return value if isinstance(value, _PLAIN) else id(value)
 
 
 class LiveTensors:
     """The tensors that Python code can reach, except those of before, which are frozen.
 
-    This also makes each look a matter of milliseconds.
+    This also makes a look a matter of milliseconds.
     """
 
     def __init__(self) -> None:
@@ -66,15 +66,15 @@ class LiveTensors:
         """The tensors since the last look, except the weights of a model."""
         gc.collect()
         # The class of a proxy may be that of what it stands for, so ask for the type.
-        alive = (each for each in gc.get_objects() if issubclass(type(each), Tensor))
-        new = [each for each in alive if self._known.get(id(each)) is not each]
-        if not new:
-            return []
-        weights = {id(each) for each in (*model.parameters(), *model.buffers())}
-        new = [each for each in new if id(each) not in weights]
-        for each in new:
-            self._known[id(each)] = each
-        return [weakref.ref(each) for each in new]
+        alive = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
+        weights = {id(weight) for weight in (*model.parameters(), *model.buffers())}
+        new = {
+            id(tensor): tensor
+            for tensor in alive
+            if self._known.get(id(tensor)) is not tensor and id(tensor) not in weights
+        }
+        self._known.update(new)
+        return [weakref.ref(tensor) for tensor in new.values()]
 
 
 def steady_memory() -> None:

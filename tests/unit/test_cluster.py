@@ -58,10 +58,8 @@ def least_squares(values, clusters):
 
 @given(st.data(), st.integers(1, 3), st.integers(1, 40))
 def test_no_cluster_is_ever_empty(data, samples, tokens):
-    row = st.one_of(
-        *(st.lists(each, min_size=tokens, max_size=tokens) for each in (few_values, any_values))
-    )
-    rows = data.draw(st.lists(row, min_size=samples, max_size=samples))
+    row = st.one_of(st.tuples(*[values] * tokens) for values in (few_values, any_values))
+    rows = data.draw(st.tuples(*[row] * samples))
     clusters = data.draw(st.integers(1, tokens))
     values = torch.tensor(rows).sort(dim=1).values
     edges = k_means(values, clusters)
@@ -105,10 +103,9 @@ def test_the_sum_of_squares_is_near_the_least_and_below_that_of_lloyd_alone(side
     to_best, to_lloyd = [], []
     for seed in range(8):
         values = sorted_values(map_of(side, seed))
-        found, starts = k_means(values, clusters), clusters_of.first_edges(values, clusters)
-        for row, own, edges in zip(
-            values.double().numpy() * UNIT, found.numpy(), starts.numpy(), strict=True
-        ):
+        ours, starts = k_means(values, clusters), clusters_of.first_edges(values, clusters)
+        exact = values.double().numpy() * UNIT
+        for row, own, edges in zip(exact, ours.numpy(), starts.numpy(), strict=True):
             while (np.diff(moved := brute_force_step(row, edges)) > 0).all():
                 if np.array_equal(moved, edges):
                     break

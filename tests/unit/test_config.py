@@ -17,8 +17,8 @@ OF_WRONG_TYPE = {bool: (0, 1, "yes", None), int: (2.0, True), float: ("0.5", Tru
 
 
 def test_the_options_are_those_that_tests_know():
-    numbers = [each for each in OPTIONS.values() if type(each.default) in (int, float)]
-    assert {each.name: (each.least, each.most) for each in numbers} == LIMITS
+    numbers = [option for option in OPTIONS.values() if type(option.default) in (int, float)]
+    assert {option.name: (option.least, option.most) for option in numbers} == LIMITS
     defaults = [(name, case.default) for name, case in EVERY_OPTION.items()]
     settings = dataclasses.asdict(ToMeConfig())
     # Presets set it.
@@ -80,7 +80,7 @@ def test_wrong_types_are_refused(name, value):
 
 
 @pytest.mark.parametrize(
-    "option", [PRESET, *OPTIONS.values(), VIEW, LEVEL, STEP], ids=lambda each: each.name
+    "option", [PRESET, *OPTIONS.values(), VIEW, LEVEL, STEP], ids=lambda option: option.name
 )
 def test_tooltip_is_two_sentences_at_most_without_figures_in_brackets(option):
     assert len(re.findall(r"\.(?: |$)", option.text)) <= 2

@@ -77,7 +77,7 @@ def test_the_outcome_of_each_block_is_reported(evaluate):
     evaluate(replace(NOW, is_active=False))
     evaluate(obstacle="it may not")
     first, inactive, hindered = evaluate.results
-    merged = [(each.block, each.before, each.after) for each in first.merged]
+    merged = [(block.block, block.before, block.after) for block in first.merged]
     assert merged == [("blocks.0", 16, 8), ("blocks.1", 16, 8)]
     assert inactive.merged == hindered.merged == []
     assert "covers no step" in inactive.reason and not inactive.is_active
@@ -207,10 +207,10 @@ def test_overrides_follow_what_other_code_changes_between_evaluations(evaluate):
     ],
 )
 def test_steps_of_schedules_that_rise(schedule, evaluated, steps):
-    found = [0]
+    passed = [0]
     for sigma in evaluated:
-        found.append(step_index(schedule, sigma, found[-1]))
-    assert found[1:] == steps
+        passed.append(step_index(schedule, sigma, passed[-1]))
+    assert passed[1:] == steps
 
 
 def test_of_levels_with_as_many_blocks_the_shallowest_is_enough():

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 import torch
@@ -41,20 +41,16 @@ from tome_nodes.settings.config import OPTIONS
 )
 def test_steps_between_the_first_and_the_last_are_forecast(ratio, is_settled, expected):
     running = steps_that_run(ratio, len(expected), is_settled)
-    letters = ["R" if step in running else "F" for step in range(len(expected))]
-    assert "".join(letters) == expected
+    assert "".join("FR"[step in running] for step in range(len(expected))) == expected
 
 
 @pytest.mark.parametrize(("count", "changes"), [(4, []), (8, [0.4, 0.65, 0.9]), (20, [0.1, 0.2])])
 def test_a_run_changes_from_the_ratios_on_that_the_tooltip_names(count, changes):
     """The first of them; those of a run that is not settled."""
-    ratios = [number / 20 for number in range(1, 20)]
-    runs = [steps_that_run(ratio, count, False) for ratio in ratios]
-    found = [
-        ratio for ratio, *run in zip(ratios[1:], runs, runs[1:], strict=False) if run[0] != run[1]
-    ]
-    assert found[: len(changes)] == changes and (changes or not found)
-    assert count - len(runs[0]) == 1
+    runs = {number / 20: steps_that_run(number / 20, count, False) for number in range(1, 20)}
+    seen = [after for before, after in pairwise(runs) if runs[before] != runs[after]]
+    assert seen[: len(changes)] == changes and (changes or not seen)
+    assert count - len(runs[0.05]) == 1
     if changes:
         assert f"of {count} from {changes[0]} on" in OPTIONS["ratio"].text
 
@@ -67,9 +63,7 @@ def test_as_many_are_forecast_as_the_ratio_says_spread_evenly(ratio, count, is_s
     between = max(0, count - 1 - first)
     forecast = count - len(running)
     assert abs(forecast - between * ratio) <= 0.5 + 1e-9 or forecast == 1 <= between
-    gaps = [
-        after - before for before, after in zip(running[first - 1 :], running[first:], strict=False)
-    ]
+    gaps = [after - before for before, after in pairwise(running[first - 1 :])]
     # Steps are whole, so a gap may be one shorter than an earlier one.
     assert all(abs(later - earlier) <= 1 for earlier, later in combinations(gaps, 2))
 
@@ -99,6 +93,17 @@ def run(kept, step, answer, call=0):
     return kept.observe(step, answer, call)
 
 
+def letters(kept, steps):
+    """Which of these steps ran and which were forecast, given what a run of them would answer."""
+    line = ""
+    for step, answer in steps:
+        is_run = kept.predict(step, ONE) is None
+        line += "R" if is_run else "F"
+        if is_run:
+            kept.observe(step, answer)
+    return line
+
+
 def after(*answers, ratio=0.6, **others):
     """What is kept after these steps, levels and answers."""
     kept = Forecasts(ratio)
@@ -110,41 +115,33 @@ def after(*answers, ratio=0.6, **others):
 def test_a_forecast_goes_on_in_the_direction_of_the_last_change():
     kept = after(*KNOWN)
     assert kept.reason is not None
-    found = kept.predict(at(2, 1.0), ONE)
+    forecast = kept.predict(at(2, 1.0), ONE)
     # The last change was over 2, the forecast is over 3, of which 0.7 is taken.
-    assert torch.allclose(found, ONE + CHANGE * (1 + 0.7 * 1.5), atol=1e-6)
+    assert torch.allclose(forecast, ONE + CHANGE * (1 + 0.7 * 1.5), atol=1e-6)
     assert kept.steps == {2} and kept.reason is None
     assert kept.predict(at(3, 1.5), ONE) is None
 
 
 def test_a_forecast_adds_at_most_three_times_the_last_change():
-    found = after(*KNOWN).predict(at(2, 90.0), ONE)
-    assert torch.allclose(found, ONE + CHANGE * 4, atol=1e-5)
+    forecast = after(*KNOWN).predict(at(2, 90.0), ONE)
+    assert torch.allclose(forecast, ONE + CHANGE * 4, atol=1e-5)
 
 
 def test_two_answers_too_close_in_noise_count_as_one():
     last = ONE + 2 * CHANGE
     kept = after((0, -4.0, latent(3)), (1, -3.99, ONE), (2, -2.0, last), count=7, ratio=1)
-    found = kept.predict(at(3, 0.0, 7), ONE)
-    assert torch.allclose(found, torch.lerp(ONE, last, 1 + 0.7 * 2 / 1.99), atol=1e-5)
+    forecast = kept.predict(at(3, 0.0, 7), ONE)
+    assert torch.allclose(forecast, torch.lerp(ONE, last, 1 + 0.7 * 2 / 1.99), atol=1e-5)
     alone = after((0, -2.0, ONE), (1, -2.0, last))
     assert alone.predict(at(2, 0.0), ONE) is None
 
 
 @pytest.mark.parametrize(("change", "forecast"), [(0.1, "FRFRF"), (0.2, "RFRRF")])
 def test_a_run_is_settled_if_its_first_answers_hardly_differ(change, forecast):
-    one = latent()
-    other = one / (1 - change)
-    kept = after((0, -4.0, one), (1, -3.0, other), count=8)
-    found = []
-    for index in range(2, 7):
-        step = at(index, index - 4.0, 8)
-        found.append("F")
-        if kept.predict(step, one) is None:
-            found[-1] = "R"
-            # A larger change later does not count.
-            kept.observe(step, index * one)
-    assert "".join(found) == forecast
+    kept = after((0, -4.0, ONE), (1, -3.0, ONE / (1 - change)), count=8)
+    # A larger change later does not count.
+    steps = [(at(index, index - 4.0, 8), index * ONE) for index in range(2, 7)]
+    assert letters(kept, steps) == forecast
 
 
 @pytest.mark.parametrize(
@@ -152,8 +149,8 @@ def test_a_run_is_settled_if_its_first_answers_hardly_differ(change, forecast):
 )
 def test_short_edits_are_not_forecast(count, from_noise, is_forecast):
     kept = after(*KNOWN, ratio=1.0, count=count, from_noise=from_noise)
-    found = kept.predict(at(2, 1.0, count, from_noise=from_noise), ONE)
-    assert (found is not None) == is_forecast
+    forecast = kept.predict(at(2, 1.0, count, from_noise=from_noise), ONE)
+    assert (forecast is not None) == is_forecast
     assert kept.reason == (None if is_forecast else reasons.EDIT)
 
 
@@ -260,20 +257,17 @@ def test_the_model_runs_where_the_latent_changes(other):
 def test_after_a_change_two_steps_run_before_the_next_forecast():
     kept = after(*KNOWN, count=7, ratio=1.0)
     assert kept.predict(at(2, -1.0, 7), ONE) is not None
-    for index, expected in ((3, None), (4, None), (5, 1)):
-        step = at(index, float(index), 7, course="another prompt")
-        found = kept.predict(step, ONE)
-        assert (found is None) == (expected is None)
-        if found is None:
-            kept.observe(step, ONE + index * CHANGE)
-    assert torch.allclose(found, ONE + 4.7 * CHANGE, atol=1e-5)
+    for index in (3, 4):
+        run(kept, at(index, float(index), 7, course="another prompt"), ONE + index * CHANGE)
+    forecast = kept.predict(at(5, 5.0, 7, course="another prompt"), ONE)
+    assert torch.allclose(forecast, ONE + 4.7 * CHANGE, atol=1e-5)
 
 
 @pytest.mark.parametrize(("back", "is_forecast"), [(-1.0, False), (0.1, True)])
 def test_the_model_runs_while_its_answers_turn_back(back, is_forecast):
     change = latent(1)
     answers = (ONE, ONE + change, ONE + (1 + back) * change)
-    kept = after(*((index, index - 4.0, each) for index, each in enumerate(answers)), count=8)
+    kept = after(*((index, index - 4.0, answer) for index, answer in enumerate(answers)), count=8)
     step = at(3, 0.0, 8)
     assert (kept.predict(step, ONE) is not None) == is_forecast
     assert kept.reason == (None if is_forecast else reasons.TURNS)
@@ -284,10 +278,7 @@ def test_a_short_run_whose_answers_turned_is_left_alone(count, is_forecast):
     change = latent(1)
     answers = (ONE, ONE + change, ONE, *(ONE + index * change for index in range(1, 9)))
     kept = Forecasts(0.6)
-    for index, answer in enumerate(answers):
-        step = at(index, float(index), count)
-        if kept.predict(step, ONE) is None:
-            kept.observe(step, answer)
+    letters(kept, ((at(index, float(index), count), now) for index, now in enumerate(answers)))
     assert bool(kept.steps) == is_forecast
     assert kept.reason == (None if is_forecast else reasons.TURNS)
 
@@ -298,30 +289,21 @@ def test_a_short_run_whose_answers_turned_is_left_alone(count, is_forecast):
         ({"count": 3}, reasons.too_short(3, 4)),
         ({"count": 1}, reasons.too_short(1, 4)),
         ({"is_active": False}, reasons.FORECAST_PERCENTS),
-        ({"course": None}, reasons.CHANGES),
+        ({"course": int}, reasons.CHANGES),
+        ({"log_snr": lambda index: -float(index)}, reasons.NOISE_RISES),
     ],
-    ids=["too short", "one step", "percents", "changes"],
+    ids=["too short", "one step", "percents", "changes", "noise rises"],
 )
 def test_a_run_says_why_nothing_was_forecast(others, why):
     kept = Forecasts(0.6)
-    count = others.get("count", 6)
-    for index in range(count):
-        changing = {"course": index} if "course" in others else {}
-        run(kept, replace(at(index, float(index), count), **{**others, **changing}), ONE * index)
+    for index in range(others.get("count", 6)):
+        given = {name: value(index) if callable(value) else value for name, value in others.items()}
+        run(kept, replace(at(index, float(index)), **given), ONE * index)
     assert kept.reason == why
 
 
-def test_a_run_in_which_the_noise_rises_says_so():
-    kept = Forecasts(0.6)
-    for index in range(6):
-        run(kept, at(index, -float(index)), ONE * index)
-    assert kept.reason == reasons.NOISE_RISES
-
-
 def test_a_run_in_which_another_node_leaves_out_the_steps_says_so():
-    kept = Forecasts(0.6)
-    for index in (0, 1, 3, 5):
-        run(kept, at(index, float(index)), ONE * index)
+    kept = after(*((index, float(index), ONE * index) for index in (0, 1, 3, 5)))
     assert kept.reason == reasons.LEFT_OUT
 
 
@@ -334,32 +316,26 @@ def test_nothing_is_forecast_while_gradients_are_computed_and_answers_are_not_ke
 
 
 def two_calls(kept, index, *answers, count=6):
-    """A step of several calls; what was forecast."""
-    step = at(index, 2.0 * index - 4, count)
-    found = []
+    """A step of several calls; whether they were forecast."""
+    step, are_forecast = at(index, 2.0 * index - 4, count), []
     for call, answer in enumerate(answers):
-        forecast = kept.predict(step, answer, call)
-        found.append(forecast is not None)
-        if forecast is None:
+        are_forecast.append(kept.predict(step, answer, call) is not None)
+        if not are_forecast[-1]:
             kept.observe(step, answer, call)
-    return found
+    return are_forecast
 
 
 def test_after_a_change_as_many_steps_run_as_at_the_start():
-    kept = Forecasts(1.0)
-    found = []
-    for index in range(12):
-        step = at(index, float(index), 12, course=index >= 5)
-        found.append(kept.predict(step, ONE))
-        if found[-1] is None:
-            kept.observe(step, index**1.5 * ONE)
-    assert "".join("R" if each is None else "F" for each in found) == "RRRFFRRRFFFR"
+    steps = [
+        (at(index, float(index), 12, course=index >= 5), index**1.5 * ONE) for index in range(12)
+    ]
+    assert letters(Forecasts(1.0), steps) == "RRRFFRRRFFFR"
 
 
 def test_the_calls_of_a_step_are_forecast_together_or_not_at_all():
     kept = Forecasts(1.0)
-    found = [two_calls(kept, index, ONE * index, CHANGE * index, count=8) for index in range(8)]
-    assert found == [[False] * 2] * 3 + [[True] * 2] * 4 + [[False] * 2]
+    calls = [two_calls(kept, index, ONE * index, CHANGE * index, count=8) for index in range(8)]
+    assert calls == [[False] * 2] * 3 + [[True] * 2] * 4 + [[False] * 2]
 
 
 def test_a_call_that_ended_is_not_continued_from_long_ago():
@@ -390,14 +366,14 @@ def test_answers_of_a_video_and_of_packed_values_are_forecast_too():
 
 @pytest.mark.parametrize(
     ("noise", "is_flow", "expected"),
-    [(0.5, True, 0.0), (0.1, True, 2 * math.log(9)), (2.0, False, -2 * math.log(2))],
+    [
+        *((0.5, True, 0.0), (0.1, True, 2 * math.log(9)), (2.0, False, -2 * math.log(2))),
+        # Pure noise of a flow.
+        *((noise, True, -2 * math.log(99)) for noise in (0.99, 1.0)),
+    ],
 )
 def test_the_logarithm_of_signal_to_noise(noise, is_flow, expected):
     assert log_snr(noise, is_flow) == pytest.approx(expected)
-
-
-def test_pure_noise_of_a_flow_has_a_finite_logarithm():
-    assert log_snr(1.0, True) == log_snr(0.99, True) < log_snr(0.98, True)
 
 
 @pytest.mark.parametrize(

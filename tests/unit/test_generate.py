@@ -28,8 +28,8 @@ def test_generated_files_are_those_that_the_options_give():
 def test_every_table_of_a_node_is_in_its_help_page():
     for node in CAPTIONS:
         page = (generate.PAGES / f"{node.id}.md").read_text(encoding="utf-8")
-        for each in (*node.inputs, *node.options):
-            assert page.count(f"\n| `{each.name}` | ") == 1, each.name
+        for slot in (*node.inputs, *node.options):
+            assert page.count(f"\n| `{slot.name}` | ") == 1, slot.name
         for option in node.options:
             for name, text in option.choices.items():
                 assert not text or f"\n| {name} | {text} |" in page, name

@@ -36,8 +36,8 @@ def test_the_registry_has_all_that_it_shows_and_little_to_load(settings):
     assert sum((ROOT / file).stat().st_size for file in published_files()) < MOST_BYTES
     project, comfy = settings["project"], settings["tool"]["comfy"]
     assert project["urls"].keys() == {"Homepage", "Documentation", "Repository", "Issues"}
-    gpus = [each for each in project["classifiers"] if each.startswith("Environment :: ")]
-    assert {each.removeprefix("Environment :: GPU :: ") for each in gpus} == ACCELERATORS
+    gpus = [line for line in project["classifiers"] if line.startswith("Environment :: ")]
+    assert {line.removeprefix("Environment :: GPU :: ") for line in gpus} == ACCELERATORS
     shown = {"PublisherId", "DisplayName", "Icon", "Banner", "requires-comfyui"}
     assert comfy.keys() == shown
 
@@ -76,7 +76,7 @@ def test_only_a_tag_of_the_version_is_published(settings, added, is_published):
     workflow = (ROOT / ".github/workflows/publish.yml").read_text(encoding="utf-8")
     commands = re.findall(r"^ +run: (.+)$", workflow, re.MULTILINE)
     environment = {**os.environ, "GITHUB_REF_NAME": f"v{settings['project']['version']}{added}"}
-    codes = [subprocess.call(each, shell=True, cwd=ROOT, env=environment) for each in commands]
+    codes = [subprocess.call(line, shell=True, cwd=ROOT, env=environment) for line in commands]
     assert codes == [0 if is_published else 1] * 2
 
 
@@ -127,7 +127,7 @@ def test_every_command_of_ours_is_one_that_there_is(name):
     text = (ROOT / name).read_text(encoding="utf-8")
     for command in re.findall(r"(?<![\w/.])dev\.py ([^`#\n]+)", text):
         words = shlex.split(command.split("\\")[0])
-        arguments, rest = dev._parser().parse_known_args([each for each in words if each != "..."])
+        arguments, rest = dev._parser().parse_known_args([word for word in words if word != "..."])
         assert arguments.command, command
         if arguments.command in ("demo", "lint"):
             assert not rest, command

@@ -35,10 +35,8 @@ def plan_of(config, features, grid, step=0, ops=TORCH):
 
 
 def groups(plan, sample):
-    found = {}
-    for token, slot in enumerate(plan.slots()[sample].tolist()):
-        found.setdefault(slot, set()).add(token)
-    return {frozenset(group) for group in found.values()}
+    slots = plan.slots()[sample]
+    return {frozenset((slots == slot).nonzero().flatten().tolist()) for slot in slots.unique()}
 
 
 def brute_force_groups(features, src, dst, merges):
@@ -50,19 +48,19 @@ def brute_force_groups(features, src, dst, merges):
         similarity, owner = max(zip(row, dst, strict=True))
         best.append((similarity, token, owner))
     best.sort(reverse=True)
-    found = {token: {token} for token in (*src, *dst)}
+    merged = {token: {token} for token in (*src, *dst)}
     for _, token, owner in best[:merges]:
-        found[owner] |= found.pop(token)
-    return {frozenset(group) for group in found.values()}
+        merged[owner] |= merged.pop(token)
+    return {frozenset(group) for group in merged.values()}
 
 
 def brute_force_windows(features, src, dst, merges):
-    """The grouping of one sample in which each window, a row of tokens, merges so many."""
+    """The grouping of one sample in which every window, a row of tokens, merges so many."""
     inside = {*src.flatten().tolist(), *dst.flatten().tolist()}
-    found = {frozenset([token]) for token in set(range(len(features))) - inside}
-    for own_src, own_dst in zip(src.tolist(), dst.tolist(), strict=True):
-        found |= brute_force_groups(features, own_src, own_dst, merges)
-    return found
+    merged = {frozenset([token]) for token in set(range(len(features))) - inside}
+    for window in zip(src.tolist(), dst.tolist(), strict=True):
+        merged |= brute_force_groups(features, *window, merges)
+    return merged
 
 
 @given(grids, cell_sides, cell_sides, st.floats(0, 0.95), st.booleans(), st.integers(0, 99))

@@ -136,4 +136,4 @@ def test_a_strategy_is_named_only_where_it_is_chosen(strategy):
 
 def test_no_two_files_have_one_name():
     names = [file.name for file in FILES if file.name != "__init__.py"]
-    assert sorted(names) == sorted(set(names))
+    assert len(names) == len({*names})

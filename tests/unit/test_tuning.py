@@ -58,7 +58,7 @@ def told(wish, figures, **others):
 
 
 FEW = "nothing merged: too few tokens"
-NOTHING = {each: measured(1.0, 0.0, FEW) for each in (BALANCED[2], FAST[2])}
+NOTHING = {candidate: measured(1.0, 0.0, FEW) for candidate in (BALANCED[2], FAST[2])}
 SLOWER, WORSE, BETTER = measured(1.1, 0.01), measured(1.5, 0.06), measured(1.25, 0.04)
 
 
@@ -82,7 +82,7 @@ def test_the_result_comes_first():
 def test_a_model_that_gains_nothing_is_told_why():
     assert told(Wish("speed", 1.2), NOTHING) == [
         "Unpatched: nothing merged: too few tokens.",
-        *(f"Tried {each}: nothing merged: too few tokens" for each in NOTHING),
+        *(f"Tried {candidate}: nothing merged: too few tokens" for candidate in NOTHING),
     ]
     assert told(Wish("speed", 1.2), {BALANCED[1]: measured(0.8, 0.03)}) == [
         "Unpatched: nothing is faster here.",
