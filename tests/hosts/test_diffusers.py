@@ -566,6 +566,23 @@ def test_what_was_merged_is_logged_once_for_each_size(log_messages):
     assert len(log_messages()) == 2
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("sd15", {"attn_tokens": "k,v"}, "expected, not measured: 5% fewer"),
+        ("sd15", {"scope": "stack"}, "expected, not measured: 14% fewer"),
+        ("sdxl", {"max_downsample": 2}, reasons.LITTLE_ATTENTION),
+    ],
+)
+def test_a_line_says_what_merging_saves(caplog, name, options, words):
+    caplog.set_level("INFO", logger="tome_nodes")
+    case = CASES[name]()
+    tome_nodes.apply_patch(case.pipeline, **options)
+    case()
+    (line,) = caplog.messages
+    assert words in line and " multiplications in a merged step" in line
+
+
 def test_blocks_that_attend_to_text_only_have_their_queries_merged(log_messages):
     unet = make_unet(only_cross_attention=True)
     tome_nodes.apply_patch(unet)

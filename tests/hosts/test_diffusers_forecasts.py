@@ -5,6 +5,8 @@ import gc
 import weakref
 from collections import Counter
 from contextlib import nullcontext
+from itertools import accumulate
+from types import SimpleNamespace
 
 import diffusers
 import pytest
@@ -28,6 +30,7 @@ from tome_nodes import reasons
 from tome_nodes.forecasting import forecasts
 from tome_nodes.forecasting.forecasts import Forecasts
 from tome_nodes.forecasting.steps import log_snr, steps_that_run
+from tome_nodes.pytorch import pipeline_runs
 from tome_nodes.pytorch.diffusers_transformers import DiffusersTransformers
 from tome_nodes.pytorch.flow_call import FlowCall, flow_call
 
@@ -87,6 +90,30 @@ def test_every_pipeline_forecasts_and_is_as_before_without(name, log_messages):
     assert tome_nodes.remove_patch(case.pipeline) is case.pipeline
     assert attributes(case.network) == before
     assert torch.equal(case(steps=8), expected)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (
+            [9, 2, 2, 0.5, 2, 2, 0.5],
+            "saved 3 s (19%): a step took 2 s with the model, 0.5 s forecast",
+        ),
+        ([9, 1, 1, 1, 1, 1, 1], "no gain: a step took 1 s with the model, 1 s forecast"),
+    ],
+)
+def test_a_run_says_whether_it_helped(caplog, monkeypatch, seconds, words):
+    """The times are of its steps but the last; the first, in which devices warm up, is long."""
+    caplog.set_level("INFO", logger="tome_nodes")
+    begun = accumulate(seconds, initial=0)
+    # With guidance, there are two calls in a step.
+    monkeypatch.setattr(pipeline_runs, "time", SimpleNamespace(perf_counter=lambda: next(begun)))
+    case = TRANSFORMERS["qwen_image"]()
+    counts = calls_by_step(case)
+    tome_nodes.apply_patch(case.pipeline, preset="balanced")
+    case(steps=8)
+    assert set(counts.values()) == {2}
+    assert caplog.messages == [f"[ToMe] forecast 2/8 steps (4, 7); {words}"]
 
 
 @pytest.mark.parametrize("name", FLOWS)

@@ -24,6 +24,7 @@ from ..patching.merge_modules import UNetRecord
 from ..patching.schedule import Moment, is_active, is_noise_alone
 from ..report import log_line
 from ..report.counts import Counts
+from ..report.gain import gain_of
 from ..settings.config import ToMeConfig
 from .patched_model import Attachment, Calls, Host, log
 
@@ -145,20 +146,25 @@ class UNetCalls(Calls):
 
     @torch.compiler.disable
     def _complete(self) -> None:
-        """End a call: log what merged, once for every shape, or why nothing merged, once."""
+        """End a call: log what merged, once for every shape, or why nothing merged, once.
+
+        When a run ends is not known, so what merging gains is counted, not measured.
+        """
         self._completed = True
         result = self._latest.result
         if result is None or not result.is_active:
             return
         counts = Counts()
         counts.evaluated(result)
+        model = self._run.model
         if not counts.merged:
-            model = self._run.model
             why = log_line.obstacle(counts, model.max_downsample, model.shallowest)
             self._once.warn(f"nothing merged: {why}")
         elif self._run.engine is not None and self._once.is_new(self._shape):
             line = log_line.log_line(counts, self._config, self._run.engine.in_words())
-            log.info("[ToMe] %s", line)
+            saved = model.saved(self._arguments[1])
+            gain = gain_of(counts, self._config, {}, saved, model.shallowest)
+            log.info("[ToMe] %s; %s", line, gain.words)
 
     def _follow(self, noise: float, sample: Tensor, timestep: Tensor | float) -> None:
         """Count the steps of a run, and the calls of a step."""

@@ -1,5 +1,6 @@
 """The sampling runs of a diffusers pipeline, whose scheduler counts their steps."""
 
+import time
 from collections.abc import Mapping
 from threading import local
 from typing import Any
@@ -11,6 +12,7 @@ from ..forecasting.samplers import SAMPLERS, Sampler
 from ..forecasting.steps import Step, latent_share, log_snr
 from ..patching.schedule import is_active, is_noise_alone
 from ..report.counts import Counts
+from ..report.gain import gain_of
 from ..report.log_line import log_line
 from ..settings.config import ToMeConfig
 from .flow_call import FlowCall
@@ -47,6 +49,7 @@ class PipelineRun:
         forecasts: the forecasts of the run.
         step: the step of the latest call.
         noise: its noise level.
+        begun: when each step began, in seconds.
         call: the number of this call within the step, from 0.
     """
 
@@ -58,6 +61,7 @@ class PipelineRun:
         self.scheduler = scheduler
         self.timesteps = scheduler.timesteps
         self.forecasts = Forecasts(config.ratio)
+        self.begun: dict[int, float] = {}
         self.call = -1
         self._method = method
         self._config = config
@@ -92,6 +96,8 @@ class PipelineRun:
             is_active=is_active(self._config, 1 - index / count, lambda percent: 1 - percent),
             from_noise=first == 0 and is_noise_alone(self._levels[0], most=1.0),
         )
+        # The device is at rest, as the timestep and the prompts have been read from it.
+        self.begun[self.step.index] = time.perf_counter()
         return None
 
     @property
@@ -146,7 +152,10 @@ class PipelineRuns:
         self._of_thread.run = None
 
     def report(self, run: PipelineRun, config: ToMeConfig) -> None:
-        """Log what was forecast in a run, or why nothing was; every line once."""
+        """Log what was forecast in a run and what that gained, or why nothing was.
+
+        The same is logged once, with what the first such run gained.
+        """
         if run.forecasts.reason is not None:
             self.warn(run.forecasts.reason)
             return
@@ -154,7 +163,7 @@ class PipelineRuns:
         counts.forecast_steps = run.forecasts.steps
         line = log_line(counts, config)
         if self._once.is_new(line):
-            log.info("[ToMe] %s", line)
+            log.info("[ToMe] %s; %s", line, gain_of(counts, config, run.begun).words)
 
     def warn(self, reason: str) -> None:
         """Log why nothing was forecast, once."""
