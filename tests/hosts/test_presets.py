@@ -103,7 +103,7 @@ def test_larger_maps_merge_more_and_so_does_each_large_level(
     assert merged == pytest.approx(shares, abs=0.01)
 
 
-def test_fast_merges_only_keys_where_they_save_nearly_as_much_as_stacks(sd15_of, large_maps):
+def test_fast_merges_only_keys_in_maps_as_large_as_the_latent(sd15_of, large_maps):
     model = patched(sd15_of(2), preset="fast")
     assert _lengths(model, ".ff") == {32 * 32, 103}
     assert _lengths(model, ".attn1.to_k") == {204, 103}

@@ -20,7 +20,7 @@ from .detail_cache import Detail
 from .engine import Engine
 from .key_weights import KeyWeights
 from .overrides import Forward, Override, Overrides
-from .work import Work
+from .work import Work, merges_only_keys
 
 LEAST_IN_FULL_STEPS = LARGE
 """From this many tokens on, keys and values merge in full steps; they save next to nothing else."""
@@ -135,7 +135,6 @@ class Evaluation:
         ratio: the ratio of the current step.
         latent: the grid at level 1, of the latent or of the part of it that is evaluated.
         deepest: how many times smaller than the latent the smallest grid that merges is.
-        deepest_of_keys: the same of the grids where keys and values merge in place of stacks.
         detail: what is kept from step to step; None for nothing.
         is_full_step: whether the step is a full step, in which blocks run on all tokens.
         module_scope_reason: why stacks merge only in their modules, as while gradients are
@@ -157,7 +156,6 @@ class Evaluation:
     ratio: float
     latent: Grid
     deepest: int
-    deepest_of_keys: int = 0
     detail: Detail | None = None
     is_full_step: bool = False
     module_scope_reason: str | None = None
@@ -214,6 +212,8 @@ class PatchedModel:
         observer: follows its evaluations.
         blocks: all its blocks.
         has_stacks: whether any stack may run on merged tokens in one go.
+        deepest_of_keys: how many times smaller than the latent the smallest grid is where only keys
+            and values merge although the scope is stacks; 0 for none.
         shallowest: how many times smaller than the latent the largest grid with blocks is.
         max_downsample: how many times smaller than the latent the smallest grid that merges is;
             ``auto`` is resolved. Where the share grows with the map, see :meth:`deepest`.
@@ -238,8 +238,12 @@ class PatchedModel:
             for stack in record.stacks(model)
             for index in range(len(stack.blocks))
         ]
-        self.has_stacks = any(block.runs_as_one_stack for block in self.blocks)
         levels = Counter(block.stack.level for block in self.blocks)
+        of_keys = [level for level in levels if merges_only_keys(config, level)]
+        self.deepest_of_keys = max(of_keys, default=0)
+        self.has_stacks = any(
+            block.runs_as_one_stack and block.stack.level not in of_keys for block in self.blocks
+        )
         self.shallowest = min(levels)
         self.max_downsample = deepest_level(config, levels)
         self.least_tokens = config.min_tokens or LEAST
@@ -247,7 +251,6 @@ class PatchedModel:
         self.least_in_full_steps = config.min_tokens or LEAST_IN_FULL_STEPS
         self._overrides: dict[tuple[int, int], Overrides] = {}
         self._deepest: dict[Grid, int] = {}
-        self._deepest_of_keys: dict[Grid, int] = {}
         self._saved_by_preset: dict[Grid, float | None] = {}
         self.evaluation: Evaluation | None = None
 
@@ -256,16 +259,10 @@ class PatchedModel:
         if not self.config.grows:
             return self.max_downsample
         if latent not in self._deepest:
-            large = [level for level in self._levels if latent.downsampled(level).tokens >= LARGE]
+            least = LARGE if self.config.scope == "module" else self.least_tokens
+            large = [level for level in self._levels if latent.downsampled(level).tokens >= least]
             self._deepest[latent] = max([self.max_downsample, *large])
         return self._deepest[latent]
-
-    def deepest_of_keys(self, latent: Grid) -> int:
-        """The same of the grids where keys and values merge in place of stacks; 0 for none."""
-        if latent not in self._deepest_of_keys:
-            found = 0 if self._work is None else self._work.deepest_of_keys(self.config, latent)
-            self._deepest_of_keys[latent] = found
-        return self._deepest_of_keys[latent]
 
     def saved(self, latent: Grid) -> float | None:
         """The share of an evaluation's work that merging saves; None if that is not known."""

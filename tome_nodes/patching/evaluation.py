@@ -201,7 +201,7 @@ class Run:
         evaluation.is_unpatched = is_unpatched
         if config.scope != "stack":
             return evaluation
-        of_keys = evaluation.deepest_of_keys = model.deepest_of_keys(latent)
+        of_keys = model.deepest_of_keys
         has_gradients = torch.is_grad_enabled()
         if config.refresh_steps == 0:
             pass

@@ -16,10 +16,6 @@ from ..settings.config import ToMeConfig
 from ..strategies import strategy_class
 from ..strategies.cells import growth_of, share_of
 
-NEARLY = 0.75
-"""Where keys and values alone save this share of what whole stacks would, only they merge: that
-changes pictures far less (benchmarks/FIDELITY.md)."""
-
 Layer = tuple[str, nn.Module, int]
 """A module of a UNet: its path, itself, and how many times smaller than the latent its output
 is."""
@@ -104,30 +100,21 @@ class Work:
         """
         saved = 0.0
         cap = strategy_class(config).ratio_cap(config)
-        of_keys = self.deepest_of_keys(config, latent)
         for block in self._blocks:
             tokens = latent.downsampled(block.level).tokens
             if tokens >= least and block.level <= deepest:
-                in_stacks = config.scope != "module" and block.level > of_keys
+                in_stacks = config.scope == "stack" and not merges_only_keys(config, block.level)
                 saved += block.saved(config, tokens, in_stacks, cap)
         return saved / self.of(latent)
 
-    def deepest_of_keys(self, config: ToMeConfig, latent: Grid) -> int:
-        """How many times smaller than the latent the smallest map is where keys and values merge
-        in place of whole stacks; 0 for none.
 
-        See :data:`NEARLY`. The larger a map is, the more of its work is attention.
-        """
-        if config.scope == "module" or not config.grows:
-            return 0
-        cap = strategy_class(config).ratio_cap(config)
+def merges_only_keys(config: ToMeConfig, level: int) -> bool:
+    """Whether only keys and values merge at a level although the scope is stacks.
 
-        def suffice(block: BlockWork) -> bool:
-            tokens = latent.downsampled(block.level).tokens
-            keys, stacks = (block.saved(config, tokens, whole, cap) for whole in (False, True))
-            return keys >= NEARLY * stacks
-
-        return max((block.level for block in self._blocks if suffice(block)), default=0)
+    So it is under presets where a map is as large as the latent: there, whole stacks change
+    pictures most, and much of the work is attention (benchmarks/FIDELITY.md).
+    """
+    return config.scope == "stack" and config.grows and level == 1
 
 
 def block_work(block: Any, level: int, attends_to_itself: bool) -> BlockWork:
