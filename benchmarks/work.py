@@ -79,7 +79,9 @@ def _row(name: str, network: nn.Module, side: int) -> list[str]:
     saved, merged = (model.saved(latent) or 0.0 for model in (balanced, fast))
     # In a full step, keys and values of all large maps merge.
     keys = replace(fast.config, scope="module")
-    full = UNET.work(fast).saved(keys, latent, LARGE, fast.deepest(latent))
+    work = UNET.work(fast)
+    assert work is not None
+    full = work.saved(keys, latent, LARGE, fast.deepest(latent))
     run = merged + (full - merged) / fast.config.refresh_steps
     return [
         name,

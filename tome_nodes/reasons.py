@@ -164,11 +164,12 @@ def percents(start: float, end: float) -> str:
     return f"start_percent={start} to end_percent={end} covers no step of this run; widen them"
 
 
-def saves_little(saved: float, least: float) -> str:
+def saves_little(saved: float, least: float, is_fast: bool = False) -> str:
     """For a preset under which merging saves a share of the work that is smaller than ``least``."""
+    other = "" if is_fast else "preset fast or "
     return (
-        f"merging keys and values would save {saved:.0%} of the work here, less than {least:.0%}; "
-        "take preset fast or a larger picture, or leave ToMe out"
+        f"merging would save {saved:.0%} of the work here, less than {least:.0%}; "
+        f"take {other}a larger picture, or leave ToMe out"
     )
 
 

@@ -264,9 +264,10 @@ def _install(step: str, *arguments: str) -> None:
     UNFINISHED.touch()
     try:
         run(step, [*command, *arguments])
-    except SetupError:
-        # pip has put back what it changed.
-        UNFINISHED.unlink()
+    except SetupError as error:
+        # pip puts back what it changed, unless it is killed.
+        if error.status > 0:
+            UNFINISHED.unlink()
         raise
     UNFINISHED.unlink()
 

@@ -19,7 +19,13 @@ If a package does not support this Python on this system, delete .venv and run t
 
 
 class SetupError(ToolError):
-    """The set-up could not be completed; the message says why and what to do."""
+    """The set-up could not be completed; the message says why and what to do.
+
+    Attributes:
+        status: the exit status of the step that failed, negative if it was killed.
+    """
+
+    status = 0
 
 
 def run(
@@ -39,7 +45,9 @@ def run(
             return
         log.seek(0)
         output = log.read().strip()
-    raise SetupError(f"{output}\n\n{step}: failed with exit code {status}. {ADVICE}")
+    error = SetupError(f"{output}\n\n{step}: failed with exit code {status}. {ADVICE}")
+    error.status = status
+    raise error
 
 
 @contextmanager

@@ -505,6 +505,21 @@ def test_widgets_change_with_the_mouse(editor):
 
 
 @in_nodes_2
+def test_widgets_change_with_the_mouse_in_nodes_2(editor):
+    editor.open(sample_graph(preset="custom"))
+    before = patch_inputs(editor)
+    node, label = editor.node(PATCH_TYPE), editor.page.get_by_label("ratio", exact=True)
+    ratio = node.get_by_test_id("node-widget").filter(has=label)
+    ratio.get_by_test_id("increment").click()
+    node.get_by_text("Show advanced inputs").click()
+    node.get_by_label("merge_mlp").click()
+    node.get_by_label("max_downsample").click()
+    editor.page.get_by_role("option", name="1", exact=True).click()
+    changed = {"ratio": 0.65, "max_downsample": "1", "merge_mlp": True}
+    assert patch_inputs(editor) == before | changed
+
+
+@in_nodes_2
 def test_advanced_inputs_fold(editor, picture):
     editor.open(sample_graph())
     plain = [option.name for option in CAPTION.options if not option.advanced]

@@ -1,5 +1,6 @@
 """The arithmetic and the checks of the benchmark, without measurements."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 from common import relative_error
 
 from benchmarks.rounds import interleaved
-from benchmarks.speed import checks, figures
+from benchmarks.speed import __main__ as command
+from benchmarks.speed import checks, figures, unets
 from benchmarks.speed.measure import Subject
 from benchmarks.speed.methods import methods, on_host
 from tome_nodes.merging.plan import Plan
@@ -107,3 +109,24 @@ def test_wrong_wiring_is_refused_in_every_scope(scope, subject, expected, monkey
     monkeypatch.setattr(Plan, "merge_keys", lambda self, x: [y * 1.01 for y in merge_keys(self, x)])
     with pytest.raises(checks.WrongOutput, match="lossless plans"):
         checks.check_wiring(wrong(WindowStrategy, scope=scope), subject, expected)
+
+
+def test_a_comparison_is_timed_and_written(tmp_path, capsys, monkeypatch):
+    names = ("ideal stack", "core TomePatchModel", "tomesd attn", "ours window stack")
+    cases = [replace(case, methods=names) for case in unets.QUICK_CASES]
+    monkeypatch.setattr(command, "RESULTS", tmp_path)
+    monkeypatch.setattr(unets, "ROUNDS", (1, 1))
+    monkeypatch.setattr(unets, "QUICK_CASES", cases)
+    arguments = ["bench", "--quick", "--model", "sd15", "--size", "128", "--name", "here"]
+    monkeypatch.setattr("sys.argv", arguments)
+    assert command.main() == 0
+    result = json.loads((tmp_path / "here.json").read_text())
+    (run,) = result["runs"]
+    assert list(run["methods"]) == ["unpatched", *names]
+    for row in run["methods"].values():
+        assert len(row["seconds"]) == 1 and row["peak_bytes"] > 0
+    assert run["methods"]["ours window stack"]["merged"] == "6/6"
+    assert 0 < run["methods"]["ours window stack"]["launches_per_block"] < 100
+    assert 0 < run["methods"]["ours window stack"]["error"] < 1
+    assert figures.table(run) in (tmp_path / "here.md").read_text()
+    assert capsys.readouterr().out.splitlines()[-1] == result["summary"]

@@ -79,6 +79,11 @@ def test_every_pipeline_merges_and_is_as_before_without(name, attn_tokens, log_m
     assert merged_everywhere(log_messages()[0])
 
 
+@pytest.mark.parametrize("family", ["sd15", "sdxl"])
+def test_a_lossless_plan_of_preset_fast_reproduces_the_unet(family):
+    check_lossless(make_unet(family), call, scope="stack", attn_tokens="k,v", grows=True)
+
+
 @scopes_and_tokens
 @pytest.mark.parametrize("family", ["sd15", "sdxl"])
 def test_a_lossless_plan_reproduces_the_unet_in_every_scope(
@@ -591,6 +596,17 @@ def test_blocks_that_attend_to_text_only_have_their_queries_merged(log_messages)
         call(unet)
     assert lengths == [TOKENS // 2, TEXT, TOKENS]
     assert log_messages()[-1].startswith("[ToMe] merged 3/7 blocks")
+
+
+def test_preset_fast_merges_queries_that_attend_to_text_and_elsewhere_only_keys():
+    """In maps as large as the latent."""
+    for attends_to_text, expected in (True, [512, TEXT, 512]), (False, [1024, 512, 1024]):
+        unet = make_unet(only_cross_attention=attends_to_text)
+        tome_nodes.apply_patch(unet, preset="fast")
+        block = blocks_of(unet)[0]
+        with input_lengths(block.attn1.to_q, block.attn1.to_k, block.attn2.to_q) as lengths:
+            call(unet, 999, grid=(32, 32))
+        assert lengths == expected
 
 
 def test_other_models_are_refused_by_name():

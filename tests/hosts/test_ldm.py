@@ -113,6 +113,11 @@ def run(model, sampler):
     return sampler(model).sample(4, 1, (4, *GRID), text[:1], verbose=False, **guidance)[0]
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_lossless_plan_of_preset_fast_reproduces_the_model(family):
+    check_lossless(make_model(family), call, scope="stack", attn_tokens="k,v", grows=True)
+
+
 @scopes_and_tokens
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_lossless_plan_reproduces_the_model_in_every_scope(

@@ -139,6 +139,8 @@ def test_a_model_alone_gives_the_same_as_a_new_node_of_the_editor(server, pixels
     )
     assert pixels(with_patch(**new)) == alone
     assert pixels(with_patch(preset="fast")) != alone
+    # As a prompt of an earlier version says it.
+    assert pixels(with_patch(preset="quality", st=0)) == alone
 
 
 def test_same_settings_same_image_after_the_server_forgot_the_first(server, pixels):
@@ -163,7 +165,7 @@ def test_settings_count_in_place_of_the_other_inputs(server, pixels):
     assert of(settings=given) == of(settings=given, preset="balanced", ratio=0.1) == expected
     assert of(settings=given, preset="custom", sx=4, min_tokens=1) == expected
     assert of(settings='{"ratio": 0.5}', preset="fast", ratio=0.1) == expected
-    for nothing in ("{}", " ", "None", None):
+    for nothing in ("{}", "", " ", "None", None):
         assert of(settings=nothing, preset="fast", ratio=0.5) == expected
     assert of(settings='{"ratio": 0.5, "max_downsample": "auto"}', preset="fast") == expected
 

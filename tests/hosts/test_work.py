@@ -2,18 +2,22 @@
 
 import pytest
 import torch
+from host import sample as sample_sd15
 from models.comfyui import KINDS, conditioning, sample
 from models.pipelines import inputs, make_unet
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.fidelity.meter import ON_CPU
 from benchmarks.speed.methods import IdealStrategy
+from tome_nodes import reasons
 from tome_nodes.comfyui.attachment import attach
 from tome_nodes.comfyui.models.unet import UNET
 from tome_nodes.merging.plan import Grid
+from tome_nodes.patching import evaluation
 from tome_nodes.patching.blocks import Observer, PatchedModel
 from tome_nodes.pytorch.diffusers_unets import DiffusersUNets
 from tome_nodes.settings.config import ToMeConfig
+from tome_nodes.settings.presets import settings_of
 
 SIZE, LARGER = (16, 24), (32, 32)
 
@@ -86,3 +90,17 @@ def test_the_work_of_a_unet_of_diffusers():
 
     difference = counted(LARGER) - counted(SIZE)
     assert work.of(Grid(*LARGER)) - work.of(Grid(*SIZE)) == pytest.approx(difference, rel=1e-9)
+
+
+@pytest.mark.parametrize(("least", "merges"), [(0.0, True), (0.9, False)])
+def test_a_preset_that_saves_next_to_nothing_merges_nothing(
+    sd15, log_messages, monkeypatch, least, merges
+):
+    monkeypatch.setattr(evaluation, "LEAST_SAVED", least)
+    config = ToMeConfig(**settings_of("balanced", {}))
+    patched = attach(sd15, config)
+    same = torch.equal(sample_sd15(patched, (16, 16)), sample_sd15(sd15, (16, 16)))
+    assert same != merges
+    counted = PatchedModel(config, UNET, sd15.model.diffusion_model, Observer())
+    why = reasons.saves_little(counted.saved(Grid(16, 16)), 0.9)
+    assert (log_messages() == [f"[ToMe] nothing merged: {why}"]) != merges

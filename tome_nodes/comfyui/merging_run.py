@@ -287,10 +287,12 @@ class MergingRun:
 
 
 def saves_little(config: ToMeConfig, network: nn.Module, shape: Sequence[int]) -> bool:
-    """Whether merging would save so little in a UNet of pictures that nothing merges.
+    """Whether merging keys and values in a UNet of pictures is not done, as it would save little.
 
     ``shape`` is the shape of the latent.
     """
+    if config.scope != "module":
+        return False
     record = record_of(network)
     patched = PatchedModel(record.in_effect(config), record, network, Observer())
     saved = patched.saved_by_preset(record.grid(network, shape))

@@ -20,7 +20,7 @@ from .detail_cache import Detail
 from .engine import Engine
 from .key_weights import KeyWeights
 from .overrides import Forward, Override, Overrides
-from .work import Work, merges_only_keys
+from .work import Work
 
 LEAST_IN_FULL_STEPS = LARGE
 """From this many tokens on, keys and values merge in full steps; they save next to nothing else."""
@@ -148,7 +148,7 @@ class Evaluation:
         stack_merged: ``stack_tokens`` merged, if the stack runs as one; else None.
         stack_weights: what weighs the keys of the running stack, if its blocks run untouched.
         has_whole_stacks: whether the blocks of a stack between its first and its last run
-            untouched.
+            untouched, where the grid is smaller than ``deepest_in_blocks`` says.
         deepest_in_blocks: as ``deepest``, of the grids whose blocks do not run untouched.
     """
 
@@ -218,7 +218,7 @@ class PatchedModel:
         max_downsample: how many times smaller than the latent the smallest grid that merges is;
             ``auto`` is resolved. Where the share grows with the map, see :meth:`deepest`.
         least_tokens: the smallest grid that merges, in tokens.
-        least_in_full_steps: the smallest grid whose keys and values merge in full steps.
+        least_in_full_steps: the smallest grid whose keys and values merge only in full steps.
         evaluation: the current evaluation; None between evaluations.
     """
 
@@ -239,11 +239,9 @@ class PatchedModel:
             for index in range(len(stack.blocks))
         ]
         levels = Counter(block.stack.level for block in self.blocks)
-        of_keys = [level for level in levels if merges_only_keys(config, level)]
+        of_keys = (block.stack.level for block in self.blocks if block.merges_only_keys)
         self.deepest_of_keys = max(of_keys, default=0)
-        self.has_stacks = any(
-            block.runs_as_one_stack and block.stack.level not in of_keys for block in self.blocks
-        )
+        self.has_stacks = any(block.runs_as_one_stack for block in self.blocks)
         self.shallowest = min(levels)
         self.max_downsample = deepest_level(config, levels)
         self.least_tokens = config.min_tokens or LEAST
@@ -271,13 +269,10 @@ class PatchedModel:
         return self._work.saved(self.config, latent, self.least_tokens, self.deepest(latent))
 
     def saved_by_preset(self, latent: Grid) -> float | None:
-        """The same for a preset that merges only in modules; None for other settings.
-
-        Stacks always save enough, and what is set by hand is followed.
-        """
+        """The same for presets that save what they can; None for other settings, which are
+        followed."""
         if latent not in self._saved_by_preset:
-            is_preset = self.config.grows and self.config.scope == "module"
-            self._saved_by_preset[latent] = self.saved(latent) if is_preset else None
+            self._saved_by_preset[latent] = self.saved(latent) if self.config.grows else None
         return self._saved_by_preset[latent]
 
     @cached_property
@@ -369,9 +364,10 @@ class Block:
         name: its path within the model.
         outcome: what it has done so far in the current evaluation.
         runs_as_one_stack: whether its stack may run on merged tokens in one go.
+        merges_only_keys: whether only keys and values merge although the scope is stacks.
     """
 
-    runs_as_one_stack = False
+    runs_as_one_stack = merges_only_keys = False
 
     def __init__(self, model: PatchedModel, stack: Stack, index: int):
         self.model = model

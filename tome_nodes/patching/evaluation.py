@@ -185,7 +185,7 @@ class Run:
             return model.too_few(most)
         saved = model.saved_by_preset(latent)
         if saved is not None and saved < LEAST_SAVED:
-            return reasons.saves_little(saved, LEAST_SAVED)
+            return reasons.saves_little(saved, LEAST_SAVED, self._config.scope == "stack")
         return None
 
     def _begin(
@@ -209,7 +209,7 @@ class Run:
             evaluation.module_scope_reason = reasons.WITH_GRADIENTS
         elif self._module_scope_reason is not None:
             evaluation.module_scope_reason = self._module_scope_reason
-        elif model.has_stacks:
+        elif model.has_stacks and evaluation.deepest > of_keys:
             detail = evaluation.detail = self._details.at(moment, device)
             evaluation.is_full_step = detail.is_full
         if evaluation.is_full_step:

@@ -12,7 +12,7 @@ from ..strategies.cells import growth_of
 from .blocks import Block, Evaluation, Outcome, PatchedModel, Stack, StackWeights
 from .key_weights import KeyWeights
 from .overrides import Forward, Override
-from .work import Layer, Work, block_work, merges_only_keys
+from .work import Layer, Work, block_work, has_projections, merges_only_keys
 
 Shape = Sequence[int]
 
@@ -64,8 +64,10 @@ class UNetRecord:
         """The block at an index of a stack."""
         return ModuleBlock(model, stack, index, self)
 
-    def work(self, model: PatchedModel) -> Work:
-        """What an evaluation of a model costs."""
+    def work(self, model: PatchedModel) -> Work | None:
+        """What an evaluation of a model costs; None if another library has changed attention."""
+        if not all(has_projections(block.module) for block in model.blocks):
+            return None
         blocks = (
             block_work(block.module, block.stack.level, not self.attends_to_text(block.module))
             for block in model.blocks
@@ -84,7 +86,9 @@ class ModuleBlock(Block):
         # A video model runs a temporal block, which needs all tokens, after every spatial one.
         self.runs_as_one_stack = not hasattr(stack.module, "time_stack")
         self._weighs = None if record.weigh_stack is None else record.weigh_stack()
-        self._merges_only_keys = merges_only_keys(model.config, stack.level)
+        self.merges_only_keys = self._attends_to_itself and merges_only_keys(
+            model.config, stack.level
+        )
         self._growth = growth_of(model.config, in_stacks=False)
         self._growth_in_stacks = growth_of(model.config, in_stacks=True)
 
@@ -139,7 +143,7 @@ class ModuleBlock(Block):
             outcome.has_run = True
             if outcome.plan is None:
                 outcome.before = x.shape[1]
-            if evaluation.is_full_step or self._merges_only_keys:
+            if evaluation.is_full_step or self.merges_only_keys:
                 return self._run_on_all_tokens(forward, x, *args, **kwargs)
             if evaluation.stack_plan is not None:
                 return self._run_in_stack(forward, x, *args, **kwargs)
@@ -179,12 +183,12 @@ class ModuleBlock(Block):
         """
         evaluation, config = self.evaluation, self.model.config
         grid = self._grid_to_merge(evaluation, x, args, kwargs)
-        is_kept = evaluation.is_full_step and not self._merges_only_keys
+        is_kept = evaluation.is_full_step and not self.merges_only_keys
         if is_kept and grid is not None and self._begins_stack(*args, **kwargs):
             evaluation.stack_tokens = x
-        # Merging keys and values hardly changes pictures (benchmarks/FIDELITY.md), and saves
-        # next to nothing on small maps.
-        least = 0 if self._merges_only_keys else self.model.least_in_full_steps
+        # Merging keys and values hardly changes pictures (benchmarks/FIDELITY.md). In a stack that
+        # merges in other steps, it saves next to nothing on small maps.
+        least = 0 if self.merges_only_keys else self.model.least_in_full_steps
         merges_keys = config.merge_attn and config.attn_tokens == "k,v" and self._attends_to_itself
         if merges_keys and grid is not None and grid.tokens >= least:
             self.outcome.reason = reasons.ATTENTION_REPLACED

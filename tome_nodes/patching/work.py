@@ -103,7 +103,8 @@ class Work:
         for block in self._blocks:
             tokens = latent.downsampled(block.level).tokens
             if tokens >= least and block.level <= deepest:
-                in_stacks = config.scope == "stack" and not merges_only_keys(config, block.level)
+                only_keys = block.channels > 0 and merges_only_keys(config, block.level)
+                in_stacks = config.scope == "stack" and not only_keys
                 saved += block.saved(config, tokens, in_stacks, cap)
         return saved / self.of(latent)
 
@@ -126,6 +127,15 @@ def block_work(block: Any, level: int, attends_to_itself: bool) -> BlockWork:
     if not attends_to_itself:
         return BlockWork(level, 0, 0, 0, cross + others, _linear(block.ff))
     return BlockWork(level, own.to_q.out_features, others, keys, cross, _linear(block.ff))
+
+
+def has_projections(block: Any) -> bool:
+    """Whether a block has the layers that :func:`block_work` counts by name."""
+    names = ("to_q", "to_k", "to_v")
+    cross = block.attn2
+    return all(hasattr(block.attn1, name) for name in names) and (
+        cross is None or all(hasattr(cross, name) for name in ("to_q", "to_out"))
+    )
 
 
 def _linear(module: nn.Module) -> int:

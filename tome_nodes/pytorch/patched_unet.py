@@ -152,7 +152,8 @@ class UNetCalls(Calls):
         """
         self._completed = True
         result = self._latest.result
-        if result is None or not result.is_active:
+        # A full step merges less than the steps after it.
+        if result is None or not result.is_active or result.is_full:
             return
         counts = Counts()
         counts.evaluated(result)

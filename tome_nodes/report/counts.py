@@ -78,6 +78,11 @@ class Counts(Observer):
         return self._steps - self._full_steps
 
     @property
+    def has_full_steps_that_merged(self) -> bool:
+        """Whether keys and values merged in full steps, which then are shorter, too."""
+        return bool(self._steps & self._full_steps)
+
+    @property
     def merged_blocks(self) -> int:
         """The number of blocks that merged in any step."""
         return len(set().union(*self.merged.values()))

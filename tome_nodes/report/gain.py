@@ -54,23 +54,33 @@ def gain_of(
     """
     steps = counts.forecast_steps or counts.shorter_steps
     kinds = _medians(begun, steps)
-    if kinds is None:
-        words = _expected(counts, config, saved)
-    else:
+    is_part = counts.has_full_steps_that_merged
+    gain = Gain(_expected(counts, config, saved), False)
+    if kinds is not None:
         short, long = kinds
-        what = (
-            "with the model, {} forecast" if counts.forecast_steps else "on all tokens, {} merged"
-        )
-        words = f"a step took {seconds(long)} {what.format(seconds(short))}"
+        one, other = _kinds_in_words(counts)
+        words = f"a step took {seconds(long)} {one}, {seconds(short)} {other}"
         if short * FASTER < long:
             less, total = len(steps) * (long - short), long * counts.total_steps
-            return Gain(f"saved {seconds(less)} ({less / total:.0%}): {words}", True)
-        words = f"no gain: {words}"
+            at_least = "at least " if is_part else ""
+            return Gain(f"saved {at_least}{seconds(less)} ({less / total:.0%}): {words}", True)
+        if not is_part:
+            gain = Gain(f"no gain: {words}", True)
+    words = gain.words
     if gpu_waited:
         words += f"; {reasons.GPU_WAITS}"
     if shallowest > 1 and config.scope == "module" and not config.merge_mlp:
         words += f"; {reasons.LITTLE_ATTENTION}"
-    return Gain(words, kinds is not None)
+    return Gain(words, gain.is_measured)
+
+
+def _kinds_in_words(counts: Counts) -> tuple[str, str]:
+    """What the longer steps of a run did, and what the others."""
+    if counts.forecast_steps:
+        return "with the model", "forecast"
+    if counts.has_full_steps_that_merged:
+        return "with merged keys alone", "with merged stacks"
+    return "on all tokens", "merged"
 
 
 def _expected(counts: Counts, config: ToMeConfig, saved: float | None) -> str:

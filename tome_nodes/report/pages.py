@@ -165,7 +165,7 @@ def hint_for(run: LastRun) -> str | None:
             f"the cells merge no more than {cap:.2f}; under preset custom, a larger sx or sy "
             "merges more."
         )
-    if config.scope == "stack" and counts.total_steps >= _MANY:
+    if config.scope == "stack" and not config.grows and counts.total_steps >= _MANY:
         return (
             f"in {counts.total_steps} steps, whole stacks change the picture as much as fewer "
             f"steps would; {_ENOUGH} steps with the same settings save more."
