@@ -96,6 +96,12 @@ BOXES = """key => {
         isCut: report.scrollHeight > report.clientHeight + 1,
     }
 }"""
+CUT = """page => {
+    const edge = page.getBoundingClientRect().right
+    return [...page.querySelectorAll('td, li')]
+        .filter(part => part.getBoundingClientRect().right > edge + 1)
+        .map(part => part.textContent)
+}"""
 WIDEN = """([key, width]) => {
     const node = nodeOf(key)
     node.setSize([width, node.computeSize()[1]])
@@ -713,14 +719,16 @@ def test_names_and_tooltips_are_shown_in_the_language_of_the_editor(editor):
     assert editor.warnings() == editor.errors == []
 
 
-def test_help_page_is_shown(editor):
+@in_both_front_ends
+def test_help_page_is_shown_and_nothing_is_cut_in_its_narrow_panel(editor):
     page = editor.page
     editor.open(sample_graph())
     editor.click(*page.evaluate(TITLE, PATCH_TYPE))
     page.get_by_test_id("info-button").click()
     shown = page.locator(".node-help-content")
     expect(shown.get_by_role("heading", name=PATCH)).to_be_visible()
-    expect(shown.get_by_role("row").filter(has_text="max_downsample").first).to_be_visible()
+    expect(shown.get_by_role("listitem").filter(has_text="max_downsample").first).to_be_visible()
+    assert shown.evaluate(CUT) == []
     pictures = shown.get_by_role("img").all()
     assert pictures
     for picture in pictures:
