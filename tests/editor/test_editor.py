@@ -466,7 +466,7 @@ def test_hidden_inputs_are_saved_but_not_queued_also_of_a_version_that_showed_th
     assert patch_inputs(editor)["sx"] == 3
 
 
-def test_node_is_the_first_that_is_found_by_what_people_type(editor, picture):
+def test_node_is_the_first_that_is_found_by_what_people_type(editor):
     editor.clear()
     # The editor puts its own Seed before "speed", which is spelt alike.
     expect(editor.search("speed").filter(has_text="ToMe").first).to_contain_text(PATCH)
@@ -478,7 +478,6 @@ def test_node_is_the_first_that_is_found_by_what_people_type(editor, picture):
         results = editor.search(text)
         expect(results.first).to_contain_text(PATCH)
     expect(results.filter(has_text=REMOVE)).to_be_visible()
-    picture(editor, "search", (345, 115, 900, 300))
 
 
 @in_both_front_ends
