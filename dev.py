@@ -226,8 +226,8 @@ def _parser() -> argparse.ArgumentParser:
         "user could pick changes, and what it takes: --quick, --only, --steps, --names, --seeds; "
         "with --forecasts, whether forecasts change more than fewer steps: --quick, --only; "
         "with --picture, the picture of off and on: --model, --repeats; with "
-        "--host-time, what merging adds before any kernel runs: --quick; with --work, how much work "
-        "is left, counted; with --report, tables of what was measured on a GPU",
+        "--host-time, what merging adds before any kernel runs: --quick; with --work, how much "
+        "work is left, counted; with --report, tables of what was measured on a GPU",
     )
     add(
         "gpu",
