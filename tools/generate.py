@@ -177,7 +177,8 @@ def _figure(value: Any) -> str:
 
 
 def _choices(option: Option) -> str:
-    choices = "\n".join(_item(*choice) for choice in option.choices.items())
+    items = "\n".join(_item(*choice) for choice in option.choices.items())
+    choices = f"The choices of `{option.name}`:\n\n{items}"
     if option.name != PRESET.name or not (figures := _figures()):
         return choices
     names = [name for name in PRESETS if any(name in measured for measured in figures.values())]

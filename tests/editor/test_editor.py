@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 from playwright.sync_api import TimeoutError, expect
 
+from tome_nodes.comfyui.node_texts import CAPTIONS
 from tome_nodes.comfyui.node_texts import PATCH as CAPTION
 from tome_nodes.settings.presets import FREE
 from tools.editor import (
@@ -719,19 +720,24 @@ def test_names_and_tooltips_are_shown_in_the_language_of_the_editor(editor):
 
 
 @in_both_front_ends
-def test_help_page_is_shown_and_nothing_is_cut_in_its_narrow_panel(editor):
+def test_help_pages_are_shown_and_nothing_is_cut_in_their_narrow_panel(editor):
     page = editor.page
-    editor.open(sample_graph())
-    editor.click(*page.evaluate(TITLE, PATCH_TYPE))
-    page.get_by_test_id("info-button").click()
     shown = page.locator(".node-help-content")
-    expect(shown.get_by_role("heading", name=PATCH)).to_be_visible()
-    expect(shown.get_by_role("listitem").filter(has_text="max_downsample").first).to_be_visible()
-    assert shown.evaluate(CUT) == []
-    pictures = shown.get_by_role("img").all()
-    assert pictures
-    for picture in pictures:
-        expect(picture).not_to_have_js_property("naturalWidth", 0)
+    for caption in CAPTIONS:
+        editor.clear()
+        page.evaluate("kind => { app.rootGraph.add(LiteGraph.createNode(kind)) }", caption.id)
+        editor.look_at(*CORNER)
+        editor.click(*page.evaluate(TITLE, caption.id))
+        if not shown.count():
+            page.get_by_test_id("info-button").click()
+        expect(shown.get_by_role("heading", name=caption.name)).to_be_visible()
+        last = shown.get_by_role("listitem").filter(has_text=caption.names[-1])
+        expect(last.first).to_be_visible()
+        pictures = shown.get_by_role("img").all()
+        assert pictures
+        for picture in pictures:
+            expect(picture).not_to_have_js_property("naturalWidth", 0)
+        assert shown.evaluate(CUT) == []
 
 
 @in_nodes_2
