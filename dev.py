@@ -226,8 +226,8 @@ def _parser() -> argparse.ArgumentParser:
         "user could pick changes, and what it takes: --quick, --only, --steps, --names, --seeds; "
         "with --forecasts, whether forecasts change more than fewer steps: --quick, --only; "
         "with --picture, the picture of off and on: --model, --repeats; with "
-        "--host-time, what merging adds before any kernel runs: --quick; with --report, tables of "
-        "what was measured on a GPU",
+        "--host-time, what merging adds before any kernel runs: --quick; with --work, how much "
+        "work is left, counted; with --report, tables of what was measured on a GPU",
     )
     add(
         "gpu",
@@ -242,12 +242,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "compatibility",
-        "run beside each of some fifty other nodes, and write the table of what comes of it; more "
-        "arguments: --only, --name",
+        "run beside each of some fifty other nodes, and write the table of what comes of it",
     )
     add(
         "generate",
-        "write the English locale and the tables of the help pages from the options; with "
+        "write the English locale and the lists of the help pages from the options; with "
         "--translated and languages, note that their texts are of the present English ones",
     )
     add("lint", "check the code and its format with ruff, and its types with mypy")

@@ -1,4 +1,4 @@
-"""Write the texts of the nodes to the English locale and the tables of the help pages.
+"""Write the texts of the nodes to the English locale and the lists of the help pages.
 
     python3 dev.py generate
     python3 dev.py generate --translated ko
@@ -78,7 +78,7 @@ def files() -> dict[Path, str]:
     made = {LOCALES / "en" / "nodeDefs.json": locale}
     for node in CAPTIONS:
         page = PAGES / f"{node.id}.md"
-        made[page] = _filled(page.read_text(encoding="utf-8"), _tables(node))
+        made[page] = _filled(page.read_text(encoding="utf-8"), _lists(node))
     return made
 
 
@@ -123,38 +123,42 @@ def texts_of(part: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tu
             yield from texts_of(value, here)
 
 
-def _filled(page: str, tables: Mapping[str, str]) -> str:
-    """A help page with the tables filled in between its markers."""
+def _filled(page: str, lists: Mapping[str, str]) -> str:
+    """A help page with the lists filled in between its markers."""
 
     def fill(match: re.Match[str]) -> str:
-        return f"{match[1]}{tables[match[2]]}\n{match[3]}"
+        return f"{match[1]}{lists[match[2]]}\n{match[3]}"
 
     return MARKED.sub(fill, page)
 
 
-def _tables(node: Caption) -> dict[str, str]:
-    """The tables of a help page, by the name in their markers."""
+def _lists(node: Caption) -> dict[str, str]:
+    """The lists of a help page, by the name in their markers.
+
+    The editor shows a page in a narrow panel, which cuts a table of more than two columns.
+    """
     plain = [option for option in node.options if not option.advanced]
     advanced = [option for option in node.options if option.advanced]
-    head = ("Input", "Default", "Allowed", "Meaning")
-    slots = [(f"`{slot.name}`", "", "", slot.text) for slot in node.inputs]
-    outputs = [(f"`{slot.name}`", slot.text) for slot in node.outputs]
+    slots = [_item(f"`{slot.name}`", slot.text) for slot in node.inputs]
     return {
-        "inputs": table(head, [*slots, *map(_row, plain)]),
-        "advanced inputs": table(head, [*map(_row, advanced)]),
-        "outputs": table(("Output", "Meaning"), outputs),
+        "inputs": "\n".join([*slots, *map(_input, plain)]),
+        "advanced inputs": "\n".join(map(_input, advanced)),
+        "outputs": "\n".join(_item(f"`{slot.name}`", slot.text) for slot in node.outputs),
         **{
             option.name: _choices(option) for option in node.options if any(option.choices.values())
         },
     }
 
 
-def _row(option: Option) -> tuple[str, ...]:
+def _item(name: object, text: str, values: str = "") -> str:
+    return f"- **{name}**{values and f' ({values})'}: {text}"
+
+
+def _input(option: Option) -> str:
     if option.choices:
-        # Not joined by a bar, as that would end the cell.
         allowed = ", ".join(f"`{choice}`" for choice in option.choices)
     elif isinstance(option.default, bool):
-        allowed = "on, off"
+        allowed = "on or off"
     elif isinstance(option.default, str):
         allowed = "as in KSampler"
     else:
@@ -164,7 +168,8 @@ def _row(option: Option) -> tuple[str, ...]:
     default = option.default
     if isinstance(default, bool):
         default = "on" if default else "off"
-    return f"`{option.name}`", _figure(default), allowed, f"{option.text} {option.more}".strip()
+    values = f"{allowed}; default {_figure(default)}"
+    return _item(f"`{option.name}`", f"{option.text} {option.more}".strip(), values)
 
 
 def _figure(value: Any) -> str:
@@ -172,17 +177,17 @@ def _figure(value: Any) -> str:
 
 
 def _choices(option: Option) -> str:
-    if option.name == PRESET.name and (figures := _figures()):
-        columns = [f"{model}: {figure}" for model in figures for figure in ("time", "change")]
-        rows = [
-            (
-                *choice,
-                *(text for row in figures.values() for text in row.get(choice[0], ("", ""))),
-            )
-            for choice in option.choices.items()
-        ]
-        return f"{table(('Preset', 'Meaning', *columns), rows)}\n\n{FIGURES}"
-    return table((option.name.capitalize(), "Meaning"), [*option.choices.items()])
+    items = "\n".join(_item(*choice) for choice in option.choices.items())
+    choices = f"The choices of `{option.name}`:\n\n{items}"
+    if option.name != PRESET.name or not (figures := _figures()):
+        return choices
+    names = [name for name in PRESETS if any(name in measured for measured in figures.values())]
+    rows = [
+        (f"{model}: {what}", *(measured.get(name, ("", ""))[place] for name in names))
+        for model, measured in figures.items()
+        for place, what in enumerate(("time", "change"))
+    ]
+    return f"{choices}\n\n{table(('', *names), rows)}\n\n{FIGURES}"
 
 
 def _figures() -> dict[str, dict[str | int, tuple[str, str]]]:

@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 from playwright.sync_api import TimeoutError, expect
 
+from tome_nodes.comfyui.node_texts import CAPTIONS
 from tome_nodes.comfyui.node_texts import PATCH as CAPTION
 from tome_nodes.settings.presets import FREE
 from tools.editor import (
@@ -95,6 +96,12 @@ BOXES = """key => {
         picture: report.querySelector('img')?.getBoundingClientRect(),
         isCut: report.scrollHeight > report.clientHeight + 1,
     }
+}"""
+CUT = """page => {
+    const edge = page.getBoundingClientRect().right
+    return [...page.querySelectorAll('td, li')]
+        .filter(part => part.getBoundingClientRect().right > edge + 1)
+        .map(part => part.textContent)
 }"""
 WIDEN = """([key, width]) => {
     const node = nodeOf(key)
@@ -460,7 +467,7 @@ def test_hidden_inputs_are_saved_but_not_queued_also_of_a_version_that_showed_th
     assert patch_inputs(editor)["sx"] == 3
 
 
-def test_node_is_the_first_that_is_found_by_what_people_type(editor, picture):
+def test_node_is_the_first_that_is_found_by_what_people_type(editor):
     editor.clear()
     # The editor puts its own Seed before "speed", which is spelt alike.
     expect(editor.search("speed").filter(has_text="ToMe").first).to_contain_text(PATCH)
@@ -472,7 +479,6 @@ def test_node_is_the_first_that_is_found_by_what_people_type(editor, picture):
         results = editor.search(text)
         expect(results.first).to_contain_text(PATCH)
     expect(results.filter(has_text=REMOVE)).to_be_visible()
-    picture(editor, "search", (345, 115, 900, 300))
 
 
 @in_both_front_ends
@@ -728,18 +734,25 @@ def test_names_and_tooltips_are_shown_in_the_language_of_the_editor(editor):
     assert editor.warnings() == editor.errors == []
 
 
-def test_help_page_is_shown(editor):
+@in_both_front_ends
+def test_help_pages_are_shown_and_nothing_is_cut_in_their_narrow_panel(editor):
     page = editor.page
-    editor.open(sample_graph())
-    editor.click(*page.evaluate(TITLE, PATCH_TYPE))
-    page.get_by_test_id("info-button").click()
     shown = page.locator(".node-help-content")
-    expect(shown.get_by_role("heading", name=PATCH)).to_be_visible()
-    expect(shown.get_by_role("row").filter(has_text="max_downsample").first).to_be_visible()
-    pictures = shown.get_by_role("img").all()
-    assert pictures
-    for picture in pictures:
-        expect(picture).not_to_have_js_property("naturalWidth", 0)
+    for caption in CAPTIONS:
+        editor.clear()
+        page.evaluate("kind => { app.rootGraph.add(LiteGraph.createNode(kind)) }", caption.id)
+        editor.look_at(*CORNER)
+        editor.click(*page.evaluate(TITLE, caption.id))
+        if not shown.count():
+            page.get_by_test_id("info-button").click()
+        expect(shown.get_by_role("heading", name=caption.name)).to_be_visible()
+        last = shown.get_by_role("listitem").filter(has_text=caption.names[-1])
+        expect(last.first).to_be_visible()
+        pictures = shown.get_by_role("img").all()
+        assert pictures
+        for picture in pictures:
+            expect(picture).not_to_have_js_property("naturalWidth", 0)
+        assert shown.evaluate(CUT) == []
 
 
 @in_nodes_2

@@ -83,16 +83,16 @@ PATCH = Caption(
         ),
     ),
     options=(PRESET, *OPTIONS.values()),
-    outputs=(Slot("MODEL", "The model with token merging.", "MODEL"),),
+    outputs=(Slot("MODEL", "The patched model, for the sampler.", "MODEL"),),
     former=tuple(REMOVED),
 )
 
 REMOVE = Caption(
     id="ToMeRemovePatch",
     name="ToMe Remove Patch",
-    text="Removes token merging from a model; all other patches stay.",
-    inputs=(Slot("model", "A model, with token merging or without.", "MODEL"),),
-    outputs=(Slot("MODEL", "The model without token merging.", "MODEL"),),
+    text="Takes ToMe off a model; all other patches stay.",
+    inputs=(Slot("model", "A model, with ToMe or without.", "MODEL"),),
+    outputs=(Slot("MODEL", "The model without ToMe.", "MODEL"),),
 )
 
 TUNE = Caption(

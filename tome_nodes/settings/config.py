@@ -2,7 +2,7 @@
 
 The checks of values, the inputs of the patch node and the arguments of
 :func:`tome_nodes.apply_patch` are made from these definitions when they load. ``python3 dev.py
-generate`` makes the English locale and the tables of the help pages from them.
+generate`` makes the English locale and the lists of the help pages from them.
 """
 
 from collections.abc import Mapping
@@ -49,8 +49,8 @@ class ToMeConfig:
         text="How much to save: more is faster and changes the picture more; 0 is exactly the "
         "unpatched model. In a UNet, such as SDXL, it is the share of tokens, small squares of the "
         "picture, that merge, and more do in large pictures; in a transformer, such as Flux, how "
-        "many of the steps are skipped: one of 4 steps at any ratio, a second of 8 from 0.4 on, "
-        "of 20 from 0.1 on.",
+        "many steps are skipped: at 0.6 one of 4, two of 8 and ten of 20; at 0.3 one of 4, one of "
+        "8 and five of 20.",
         more="It is the share at 64x64 tokens. Under balanced and fast, larger maps merge more, "
         "and their cells grow: at a `ratio` of 0.6, balanced merges 0.80 of 128x128 tokens and "
         "0.90 of 256x256, fast 0.67 and 0.72. Otherwise one token of each cell always stays, so "
@@ -62,15 +62,15 @@ class ToMeConfig:
         least=0.0,
         most=1.0,
         step=0.01,
-        text="Point of the sampling at which merging starts; 0 is the first step.",
+        text="Point of the sampling at which merging or skipping starts; 0 is the first step.",
     )
     end_percent: float = _option(
         1.0,
         least=0.0,
         most=1.0,
         step=0.01,
-        text="Point of the sampling at which merging ends; 1 is the last step. Ending early, at "
-        "0.8 say, keeps fine detail.",
+        text="Point of the sampling at which merging or skipping ends; 1 is the last step. Ending "
+        "early, at 0.8 say, keeps fine detail.",
     )
     seed: int = _advanced(
         0,

@@ -57,7 +57,7 @@ class Option:
         step: what one click in the editor adds to a number.
         unset: a number below ``least`` that stands for the value of ``ratio``.
         choices: its allowed values if they are few. Each has a text that says what it does, for the
-            table of the help page, or an empty text if there is no such table.
+            list of the help page, or an empty text if there is no such list.
         advanced: whether the editor folds it away.
     """
 
