@@ -39,9 +39,9 @@ PRESETS: Mapping[str, Preset] = {
         {"strategy": "window", "attn_tokens": "k,v", "sx": 4, "forecast": True, "grows": True},
     ),
     "fast": Preset(
-        "In a UNet, runs all blocks of a level on merged tokens in three of four steps, and on "
-        "all tokens in the fourth: saves most, changes most, and is what to take for SDXL, "
-        "where self-attention is a small part of the work.",
+        "In a UNet, merges keys and values in maps as large as the latent, and whole stacks of "
+        "blocks in smaller ones, in three of four steps: saves most, and is what to take for large "
+        "pictures of SDXL, where self-attention is a small part of the work.",
         {
             "strategy": "window",
             "scope": "stack",
