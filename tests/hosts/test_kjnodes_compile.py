@@ -73,7 +73,8 @@ def _without_options(guards):
 
 
 def preset(name):
-    return ToMeConfig(**settings_of(name, {}) | {"min_tokens": 1})
+    # Stacks are to merge at the only level, too.
+    return ToMeConfig(**settings_of(name, {}) | {"min_tokens": 1, "grows": False})
 
 
 @pytest.mark.newest_only
