@@ -55,8 +55,8 @@ class ToMeConfig:
         "and their cells grow: at a `ratio` of 0.6, balanced merges 0.80 of 128x128 tokens and "
         "0.90 of 256x256, stacks of fast 0.67 and 0.72. Otherwise one token of each cell always "
         "stays, so of a picture at most `1 - 1/(sx*sy)` merge: 0.75 under paper. Under balanced, "
-        "only keys and values of self-attention merge. Of steps, one is forecast at any ratio, a second of 8 "
-        "from 0.4 on, of 20 from 0.1 on; see `forecast`.",
+        "only keys and values of self-attention merge. Of steps, one is forecast at any ratio, a "
+        "second of 8 from 0.4 on, of 20 from 0.1 on; see `forecast`.",
     )
     start_percent: float = _option(
         0.0,
