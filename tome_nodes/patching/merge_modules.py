@@ -8,11 +8,12 @@ from torch import Tensor, nn
 
 from .. import reasons
 from ..merging.plan import Grid, Plan
+from ..settings.config import ToMeConfig
 from ..strategies.cells import growth_of
 from .blocks import Block, Evaluation, Outcome, PatchedModel, Stack, StackWeights
 from .key_weights import KeyWeights
 from .overrides import Forward, Override
-from .work import Layer, Work, block_work, has_projections, merges_only_keys
+from .work import Layer, Work, block_work, has_projections
 
 Shape = Sequence[int]
 
@@ -69,7 +70,12 @@ class UNetRecord:
         if not all(has_projections(block.module) for block in model.blocks):
             return None
         blocks = (
-            block_work(block.module, block.stack.level, not self.attends_to_text(block.module))
+            block_work(
+                block.module,
+                block.stack.level,
+                block.merges_only_keys,
+                not self.attends_to_text(block.module),
+            )
             for block in model.blocks
         )
         return Work(self.layers(model.model), tuple(blocks))
@@ -391,6 +397,15 @@ class ModuleBlock(Block):
             return False
         outcome.before, outcome.plan = x.shape[1], plan
         return True
+
+
+def merges_only_keys(config: ToMeConfig, level: int) -> bool:
+    """Whether only keys and values merge at a level although the scope is stacks.
+
+    So it is under presets where a map is as large as the latent: there, whole stacks change
+    pictures most, and much of the work is attention (benchmarks/FIDELITY.md).
+    """
+    return config.scope == "stack" and config.grows and level == 1
 
 
 def is_masked(kwargs: Mapping[str, Any], masks: Iterable[str]) -> bool:

@@ -28,12 +28,14 @@ class BlockWork:
     Attributes:
         level: how many times smaller than the latent its feature map is.
         channels: the channels of all heads of self-attention; 0 if it attends to text instead.
+        only_keys: whether only keys and values merge although the scope is stacks.
         queries, keys, cross, mlp: for a token, in the linear layers that make the queries and the
             output of self-attention, in those that make keys and values, in cross-attention but for
             the text's, and in the feed-forward network.
     """
 
     level: int
+    only_keys: bool
     channels: int
     queries: int
     keys: int
@@ -103,30 +105,22 @@ class Work:
         for block in self._blocks:
             tokens = latent.downsampled(block.level).tokens
             if tokens >= least and block.level <= deepest:
-                only_keys = block.channels > 0 and merges_only_keys(config, block.level)
-                in_stacks = config.scope == "stack" and not only_keys
+                in_stacks = config.scope == "stack" and not block.only_keys
                 saved += block.saved(config, tokens, in_stacks, cap)
         return saved / self.of(latent)
 
 
-def merges_only_keys(config: ToMeConfig, level: int) -> bool:
-    """Whether only keys and values merge at a level although the scope is stacks.
-
-    So it is under presets where a map is as large as the latent: there, whole stacks change
-    pictures most, and much of the work is attention (benchmarks/FIDELITY.md).
-    """
-    return config.scope == "stack" and config.grows and level == 1
-
-
-def block_work(block: Any, level: int, attends_to_itself: bool) -> BlockWork:
+def block_work(block: Any, level: int, only_keys: bool, attends_to_itself: bool) -> BlockWork:
     """The work of a block with the modules ``attn1``, ``attn2`` (or None) and ``ff``."""
     own = block.attn1
     keys = _linear(own.to_k) + _linear(own.to_v)
     others = _linear(own) - keys
     cross = 0 if block.attn2 is None else _linear(block.attn2.to_q) + _linear(block.attn2.to_out)
     if not attends_to_itself:
-        return BlockWork(level, 0, 0, 0, cross + others, _linear(block.ff))
-    return BlockWork(level, own.to_q.out_features, others, keys, cross, _linear(block.ff))
+        return BlockWork(level, only_keys, 0, 0, 0, cross + others, _linear(block.ff))
+    return BlockWork(
+        level, only_keys, own.to_q.out_features, others, keys, cross, _linear(block.ff)
+    )
 
 
 def has_projections(block: Any) -> bool:
