@@ -45,14 +45,14 @@ def test_steps_between_the_first_and_the_last_are_forecast(ratio, is_settled, ex
 
 
 @pytest.mark.parametrize(("count", "changes"), [(4, []), (8, [0.4, 0.65, 0.9]), (20, [0.1, 0.2])])
-def test_a_run_changes_from_the_ratios_on_that_the_help_names(count, changes):
+def test_a_run_changes_from_the_ratios_on_that_its_tooltip_names(count, changes):
     """The first of them; those of a run that is not settled."""
     runs = {number / 20: steps_that_run(number / 20, count, False) for number in range(1, 20)}
     seen = [after for before, after in pairwise(runs) if runs[before] != runs[after]]
     assert seen[: len(changes)] == changes and (changes or not seen)
     assert count - len(runs[0.05]) == 1
     if changes:
-        assert f"of {count} from {changes[0]} on" in OPTIONS["ratio"].more
+        assert f"of {count} one, from {changes[0]} two" in OPTIONS["ratio"].text
 
 
 @given(st.floats(0, 1), st.integers(1, 100), st.booleans())

@@ -49,14 +49,13 @@ class ToMeConfig:
         text="How much to save: more is faster and changes the picture more; 0 is exactly the "
         "unpatched model. In a UNet, such as SDXL, it is the share of tokens, small squares of the "
         "picture, that merge, and more do in large pictures; in a transformer, such as Flux, how "
-        "many steps are skipped: at 0.6 one of 4, two of 8 and ten of 20; at 0.3 one of 4, one of "
-        "8 and five of 20.",
+        "many steps are skipped: of 4 one at any ratio; of 8 one, from 0.4 two; of 20 one, from "
+        "0.1 two, from 0.6 ten.",
         more="It is the share at 64x64 tokens. Under balanced and fast, larger maps merge more, "
         "and their cells grow: at a `ratio` of 0.6, balanced merges 0.80 of 128x128 tokens and "
         "0.90 of 256x256, stacks of fast 0.67 and 0.72. Otherwise one token of each cell always "
         "stays, so of a picture at most `1 - 1/(sx*sy)` merge: 0.75 under paper. Under balanced, "
-        "only keys and values of self-attention merge. Of steps, one is forecast at any ratio, a "
-        "second of 8 from 0.4 on, of 20 from 0.1 on; see `forecast`.",
+        "only keys and values of self-attention merge. Which steps are skipped, `forecast` says.",
     )
     start_percent: float = _option(
         0.0,
