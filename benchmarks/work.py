@@ -5,7 +5,6 @@ python3 dev.py bench --work
 Writes a table and a plot of the tokens that stay to benchmarks/results/. It takes seconds.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks.host import use_cpu
@@ -96,8 +95,9 @@ def _patched(network: nn.Module, preset: str) -> PatchedModel:
     return PatchedModel(ToMeConfig(**settings_of(preset, {})), UNET, network, Observer())
 
 
-def plot(ratios: Sequence[float] = (0.4, 0.6, 0.75)) -> None:
+def plot() -> None:
     """Plot the share of tokens that stays by the side of a map."""
+    ratios = {0.4: "--", 0.6: "-", 0.75: ":"}
     sides = np.geomspace(32, 256, 97)
     figure, axis = plt.subplots(figsize=(8, 5))
     curves = (
@@ -105,10 +105,9 @@ def plot(ratios: Sequence[float] = (0.4, 0.6, 0.75)) -> None:
         ("whole stacks (fast)", GROWTH_OF_STACKS, "tab:orange"),
     )
     for name, growth, colour in curves:
-        for ratio in ratios:
+        for ratio, line in ratios.items():
             kept = [1 - share_of(ratio, round(side) ** 2, growth) for side in sides]
-            width = 2.0 if ratio == ToMeConfig.ratio else 0.9
-            axis.plot(sides, kept, color=colour, lw=width, label=f"{name}, ratio {ratio:g}")
+            axis.plot(sides, kept, color=colour, ls=line, label=f"{name}, ratio {ratio:g}")
     axis.set_xscale("log", base=2)
     axis.set_xticks([32, 64, 128, 256], ["32x32", "64x64", "128x128", "256x256"])
     axis.set(xlabel="tokens of the map", ylabel="share that stays", ylim=(0, 0.7))

@@ -101,7 +101,7 @@ def test_a_report_without_a_run_says_why(shown):
     views = shown(graph)
     for name in "no_patch", "ratio_0":
         text, card = views[name]
-        assert text.startswith("This model has no token merging.\nHint: connect the model")
+        assert text.startswith("ToMe is not on this model.\nHint: connect the model")
         assert card.width == 800
     text, _ = views["report"]
     assert text.startswith("No run of this model is known that made these samples.\nHint: ")
@@ -182,7 +182,7 @@ def test_what_is_found_can_be_reported_on_and_does_the_same_on_the_patch_node(se
     assert text.count("Tried ") >= 1
     (reported,) = entry["outputs"]["report"]["text"]
     if settings["ratio"] == 0:
-        assert reported.startswith("This model has no token merging.")
+        assert reported.startswith("ToMe is not on this model.")
     else:
         times = r"\d\.\d\d times as fast: \S+ m?s a step, \S+ m?s unpatched"
         assert re.search(rf"^Helped: {times} \(ToMe Tune\)$", reported, re.M)

@@ -29,8 +29,8 @@ class Page:
 
 
 NOT_MERGING = (
-    "No token merging",
-    "This model has no token merging.",
+    "ToMe is not on this model",
+    "ToMe is not on this model.",
     "Hint: connect the model that comes out of ToMe Patch Model, with a ratio above 0.",
 )
 UNMEASURED = (
