@@ -5,8 +5,6 @@ python3 dev.py bench --work
 Writes a table and a plot of the tokens that stay to benchmarks/results/. It takes seconds.
 """
 
-from dataclasses import replace
-
 from benchmarks.host import use_cpu
 from tools.environment import ROOT
 
@@ -30,7 +28,6 @@ from tome_nodes.settings.presets import settings_of  # noqa: E402
 from tome_nodes.strategies.cells import (  # noqa: E402
     GROWTH_OF_KEYS,
     GROWTH_OF_STACKS,
-    LARGE,
     share_of,
 )
 
@@ -47,14 +44,14 @@ LATENT = 8
 def main() -> None:
     """Write the table and the plot."""
     table = grid(
-        ["model, size", "tokens of the levels", "balanced", "fast, a merged step", "fast, a run"],
+        ["model, size", "tokens of the levels", "balanced", "fast"],
         [row for name in MODELS for row in rows(name)],
     )
     parts = [
         "# Counted work by size: `python3 dev.py bench --work`",
         "Multiplications of one evaluation at `ratio` 0.6, unpatched: 1. Attention to the text and "
         "the cost of merging are left out. Where *balanced* would save less than "
-        f"{LEAST_SAVED:.0%}, nothing merges. A run of *fast* has one step in four on all tokens.",
+        f"{LEAST_SAVED:.0%}, nothing merges.",
         table,
         "![Tokens that stay, by the side of the map](kept-tokens.webp)",
     ]
@@ -76,18 +73,11 @@ def _row(name: str, network: nn.Module, side: int) -> list[str]:
     balanced, fast = (_patched(network, preset) for preset in ("balanced", "fast"))
     levels = sorted({block.stack.level for block in fast.blocks})
     saved, merged = (model.saved(latent) or 0.0 for model in (balanced, fast))
-    # In a full step, keys and values of all large maps merge.
-    keys = replace(fast.config, scope="module")
-    work = UNET.work(fast)
-    assert work is not None
-    full = work.saved(keys, latent, LARGE, fast.deepest(latent))
-    run = merged + (full - merged) / fast.config.refresh_steps
     return [
         name,
         ", ".join(str(latent.downsampled(level).tokens) for level in levels),
         f"{1 - saved:.2f}" if saved >= LEAST_SAVED else f"1 (would be {1 - saved:.2f})",
         f"{1 - merged:.2f}",
-        f"{1 - run:.2f}",
     ]
 
 

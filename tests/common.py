@@ -56,16 +56,6 @@ def shuffle(model, **options):
         Attachment(config, host, context, Shuffle).attach(network)
 
 
-class Counted(BipartiteStrategy):
-    """Counts the requests for plans, including the one with few tokens that tests the device."""
-
-    made = 0
-
-    def plan(self, features, grid, ratio):
-        Counted.made += 1
-        return super().plan(features, grid, ratio)
-
-
 def theirs_and_ours(model, call, options):
     """The output of ``call`` with tomesd's patch on a model and with ours, without random picks."""
     outputs = []

@@ -39,7 +39,6 @@ EVERY_OPTION = {
     "min_tokens": Case(0, 1000, (0, 2**20)),
     "proportional_attn": Case(True, False),
     # Steps on all tokens are of a whole run, and forecasts of transformers.
-    "refresh_steps": Case(0, 7, (0, 100), is_seen=False),
     "forecast": Case(False, True, is_seen=False),
 }
 """The options in the order of the node's inputs, which saved workflows go by."""

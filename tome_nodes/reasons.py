@@ -40,11 +40,6 @@ ALL_OFF = "merge_attn, merge_crossattn and merge_mlp are all off; switch one on"
 
 ATTENTION_OFF = "merge_attn is off, and nothing else merges in models of this kind; switch it on"
 
-ALL_FULL_STEPS = (
-    "every step that could merge ran on all tokens, as refresh_steps says; take more steps, or "
-    "widen start_percent to end_percent"
-)
-
 NO_MEMORY = "the device has no memory left for merging; take a smaller picture or batch"
 
 RECOMPUTED = (
@@ -143,8 +138,6 @@ OTHER_NOISE = (
 )
 
 # Why stacks merge only in the modules of their blocks.
-OTHER_PLACES = "as other places of the picture are evaluated from step to step"
-WITH_GRADIENTS = "as gradients are computed"
 PATCHED_BLOCKS = "that are patched"
 
 # Why a merged key weighs as one token.

@@ -67,7 +67,6 @@ def of_unet(steps: int) -> list[Option]:
         Option(page.PAPER, page.MERGING, ours(**ONCE)),
         *_merging(),
         *_presets({"balanced": (0.6, 0.75), "fast": (0.3, 0.5, 0.6)}),
-        Option("fast 0.6, no full step", page.OURS, preset("fast", refresh_steps=0)),
         *_together(),
     ]
 

@@ -43,7 +43,6 @@ from tome_nodes.comfyui.merging_run import KEY  # noqa: E402
 from tome_nodes.ops import triton as kernels  # noqa: E402
 from tome_nodes.patching import (  # noqa: E402
     blocks,
-    detail_cache,
     engine,
     evaluation,
 )
@@ -54,7 +53,7 @@ from tome_nodes.settings.presets import settings_of  # noqa: E402
 RESULTS = ROOT / "benchmarks" / "results"
 
 STEPS = 8
-"""Evaluations of a run; two of them run on all tokens under preset fast."""
+"""Evaluations of a run."""
 
 ROUNDS = 9
 """Timed runs of a method."""
@@ -68,13 +67,10 @@ class Thin(NamedTuple):
     Attributes:
         kind: the name of its class in ``comfy.supported_models``.
         family: the name of its checkpoints, which has its settings.
-        tokens: those of the level whose attention merges by default at 1024x1024. Whole blocks
-            merge at all levels that presets allow.
     """
 
     kind: str
     family: str
-    tokens: int
 
     @property
     def unet(self) -> dict[str, Any]:
@@ -82,7 +78,7 @@ class Thin(NamedTuple):
         return unet_of(self.family) | {"model_channels": 32, "context_dim": _CONTEXT}
 
 
-MODELS = {"sd15": Thin("SD15", "sd15", 64), "sdxl": Thin("SDXL", "sdxl_base", 16)}
+MODELS = {"sd15": Thin("SD15", "sd15"), "sdxl": Thin("SDXL", "sdxl_base")}
 
 PIXELS = 64
 """Height and width of a picture."""
@@ -158,10 +154,10 @@ _WRITTEN = frozenset({"means", "keys", "wide_q", "wide_k", "wide_v"})
 
 
 @contextmanager
-def unlaunched(tokens: int) -> Iterator[list[_Unlaunched]]:
+def unlaunched() -> Iterator[list[_Unlaunched]]:
     """Make the launchers run on a CPU without their kernels; yields the stand-ins.
 
-    Maps of all sizes merge; in full steps, those of at least this many ``tokens``.
+    Maps of all sizes merge.
     """
 
     def resolve(backend: str, device: Any, dtype: Any) -> tuple[str, None]:
@@ -181,21 +177,12 @@ def unlaunched(tokens: int) -> Iterator[list[_Unlaunched]]:
                 zeros[shapes] = tuple(map(torch.zeros_like, made))
             return zeros[shapes]
 
-        check = detail_cache.belongs
-
-        def belongs(kept: Tensor, new: Tensor) -> bool:
-            # The check runs, but its answer means nothing, as no kernel has computed anything.
-            check(kept, new)
-            return True
-
         capable = Capabilities(flash=True, cudnn=True)
         for module, name, value in (
             (blocks, "LEAST", 1),
-            (blocks, "LEAST_IN_FULL_STEPS", tokens),
             (evaluation, "LEAST_SAVED", 0.0),
             (engine, "resolve", resolve),
             (engine, "capabilities", lambda *_: capable),
-            (detail_cache, "belongs", belongs),
             (kernels, "TRITON", replace(kernels.TRITON, match_windows=valid)),
         ):
             stack.enter_context(patch.object(module, name, value))
@@ -219,7 +206,7 @@ def measure(model: Thin, rounds: int) -> dict[str, Figures]:
     configs = {name: ToMeConfig(**settings) for name, settings in METHODS.items()}
     patched = {"unpatched": subject.model}
     patched |= {name: attach(subject.model, config) for name, config in configs.items()}
-    with unlaunched(model.tokens) as stand_ins:
+    with unlaunched() as stand_ins:
         launches, merged = {}, {}
         for name, method in patched.items():
             subject.run(method, *[nullcontext()] * STEPS)

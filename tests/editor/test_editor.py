@@ -11,6 +11,7 @@ from playwright.sync_api import TimeoutError, expect
 
 from tome_nodes.comfyui.node_texts import CAPTIONS
 from tome_nodes.comfyui.node_texts import PATCH as CAPTION
+from tome_nodes.settings import removed
 from tome_nodes.settings.presets import FREE
 from tools.editor import (
     HAS_NODES,
@@ -364,14 +365,19 @@ def test_node_of_nodes_2_has_no_empty_half(editor):
         assert left_free() == pytest.approx(free, abs=0.01)
 
 
-def graph_with_st(st=0, **settings):
-    """A workflow of the version that had the input st, before use_rand."""
+GONE = {name: gone.default for name, gone in removed.OPTIONS.items()}
+
+
+def earlier_graph(**settings):
+    """A workflow of the version that had all inputs that are gone."""
     graph = sample_graph()
     defaults = {option.name: option.default for option in CAPTION.options}
-    values = [*(defaults | {"max_downsample": "auto"} | settings).values()]
-    values.insert(ALL.index("use_rand"), st)
+    given = defaults | GONE | {"max_downsample": "auto"} | settings
+    names = [*ALL]
+    for name, gone in removed.OPTIONS.items():
+        names.insert(names.index(gone.before), name)
     node = node_of(graph, PATCH_TYPE)
-    node["widgets_values"] = values
+    node["widgets_values"] = [given[name] for name in names]
     # Not all versions of the editor save inputs without a link.
     node["inputs"].append({"name": "st", "type": "INT", "widget": {"name": "st"}, "link": None})
     return graph
@@ -379,12 +385,12 @@ def graph_with_st(st=0, **settings):
 
 @in_both_front_ends
 @in_both_designs
-def test_file_with_st_or_quality_opens_with_its_values(editor):
+def test_file_of_an_earlier_version_opens_with_its_values(editor):
     settings = {
         **{"preset": "custom", "ratio": 0.35, "sx": 4, "sy": 3, "use_rand": False},
-        **{"min_tokens": 7, "proportional_attn": False, "refresh_steps": 5, "forecast": True},
+        **{"min_tokens": 7, "proportional_attn": False, "forecast": True},
     }
-    editor.open(graph_with_st(**settings))
+    editor.open(earlier_graph(**settings))
     assert patch_inputs(editor).items() >= settings.items()
     assert patch_inputs(editor).keys() == {"model", *ALL}
     slots = node_of(json.loads(editor.save()), PATCH_TYPE)["inputs"]
@@ -392,7 +398,7 @@ def test_file_with_st_or_quality_opens_with_its_values(editor):
     before = patch_inputs(editor)
     reopen(editor)
     assert patch_inputs(editor) == before
-    editor.open(graph_with_st(preset="quality", sx=3, forecast=True))
+    editor.open(earlier_graph(preset="quality", sx=3, forecast=True))
     assert patch_inputs(editor).keys() == {"model", *FEW}
     assert patch_inputs(editor)["preset"] == "balanced"
     editor.page.evaluate(CHOOSE, "custom")
@@ -401,15 +407,16 @@ def test_file_with_st_or_quality_opens_with_its_values(editor):
 
 
 @in_both_front_ends
-def test_file_that_counts_on_st_opens_with_a_warning(editor):
+@pytest.mark.parametrize("gone", GONE)
+def test_file_that_counts_on_an_input_that_is_gone_opens_with_a_warning(editor, gone):
     # Of the required front end, and of the newest.
     notices = editor.page.locator(".p-toast-message, [data-testid=toast]")
-    warning = notices.filter(has_text="This workflow has st=3")
-    editor.open(graph_with_st(st=3, preset="custom", forecast=True))
+    warning = notices.filter(has_text=f"This workflow has {gone}=3")
+    editor.open(earlier_graph(**{gone: 3}, preset="custom", forecast=True))
     expect(warning).to_be_visible()
     assert patch_inputs(editor)["forecast"] is True
     # Under a preset, it did not count.
-    editor.open(graph_with_st(st=3, preset="fast"))
+    editor.open(earlier_graph(**{gone: 3}, preset="fast"))
     expect(warning).to_have_count(1)
 
 
@@ -425,7 +432,7 @@ def expect_refusal(editor, name, sentence):
 
 @in_both_front_ends
 def test_file_with_a_value_that_is_gone_is_refused_with_what_to_take(editor):
-    editor.open(graph_with_st(preset="custom", scope="block"))
+    editor.open(earlier_graph(preset="custom", scope="block"))
     expect_refusal(editor, "scope", "scope='block' is gone: take scope='stack' instead")
 
 

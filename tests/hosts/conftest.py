@@ -16,7 +16,6 @@ def small_maps_are_worth_merging():
     with pytest.MonkeyPatch.context() as patch:
         for module in (blocks, pages):
             patch.setattr(module, "LEAST", 256)
-        patch.setattr(blocks, "LEAST_IN_FULL_STEPS", 256)
         patch.setattr(evaluation, "LEAST_SAVED", 0.0)
         yield
 

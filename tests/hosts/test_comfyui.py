@@ -208,29 +208,6 @@ def test_a_compiled_model_asks_nothing_of_a_gpu_and_compiles_nothing_later(
     assert set(after_steps[3:]) <= {graphs}
 
 
-@pytest.mark.newest_only
-def test_what_is_kept_over_steps_is_not_in_the_memory_of_a_graph(shallow, fresh_compiler):
-    """Graphs overwrite what they have returned before, as CUDA's graphs do."""
-    returned = []
-
-    def in_one_pool(graph, _):
-        def run(*inputs):
-            own = [x.clone() if isinstance(x, torch.Tensor) else x for x in inputs]
-            for result in returned:
-                result.zero_()
-            results = [x.clone() if isinstance(x, torch.Tensor) else x for x in graph(*own)]
-            returned.extend(x for x in results if isinstance(x, torch.Tensor))
-            return results
-
-        return run
-
-    config = merging(strategy="window", scope="stack", attn_tokens="k,v", refresh_steps=4)
-    expected = sample_tiny(attach(shallow, config), "sd15", steps=8)
-    assert relative_error(expected, sample_tiny(shallow, "sd15", steps=8)) > 1e-3
-    model = compiled(attach(shallow, config), backend=in_one_pool, fullgraph=False)
-    assert relative_error(sample_tiny(model, "sd15", steps=8), expected) < 1e-5
-
-
 @pytest.mark.parametrize(("text", "has_override"), [(20, True), (96, False)])
 def test_blocks_that_run_untouched_weigh_keys_as_blocks_that_are_followed(
     models, text, has_override
@@ -246,8 +223,8 @@ def test_blocks_that_run_untouched_weigh_keys_as_blocks_that_are_followed(
         model = with_override(model, theirs)
     prompts = [comfyui.conditioning(tiny, seed, text) for seed in (5, 6)]
     # At the first level that has blocks, 192 tokens.
-    options = {"size": (24, 32), "steps": 5, "prompts": prompts}
-    config = merging(strategy="window", scope="stack", refresh_steps=2, max_downsample=2)
+    options = {"size": (24, 32), "steps": 2, "prompts": prompts}
+    config = merging(strategy="window", scope="stack", max_downsample=2)
     untouched, followed = (
         attach(model, config, wants_details=lambda wanted=wanted: wanted)
         for wanted in (False, True)
@@ -275,22 +252,6 @@ def test_patching_again_replaces_the_settings_and_keeps_the_wrappers_of_others(s
     off = attach(once, merging(ratio=0.0))
     assert off.get_all_wrappers(WrappersMP.APPLY_MODEL) == []
     assert torch.equal(sample(off), sample(sd15))
-
-
-def test_steps_on_all_tokens_merge_keys_and_values_if_these_are_to_merge(sd15, log_messages):
-    # The only step begins with a picture, so in stack scope it runs on all tokens.
-    options = {"steps": 1, "picture": 1.0, "denoise": 0.5}
-    in_stacks = {"scope": "stack", "refresh_steps": 4}
-    keys = {"strategy": "window", "attn_tokens": "k,v"}
-    of_keys = sample(attach(sd15, merging(**keys)), **options)
-    assert torch.equal(sample(attach(sd15, merging(**keys, **in_stacks)), **options), of_keys)
-    assert "1/1 steps" in log_messages()[-1]
-    plain = sample(sd15, **options)
-    assert not torch.equal(of_keys, plain)
-    for settings in ({"attn_tokens": "q,k,v"}, {**keys, "merge_attn": False}):
-        patched = attach(sd15, merging(**settings, **in_stacks))
-        assert torch.equal(sample(patched, **options), plain)
-        assert "every step that could merge ran on all tokens" in log_messages()[-1]
 
 
 @pytest.mark.parametrize("sampler", ["euler_ancestral", "dpmpp_sde", "ddim", "heun", "uni_pc"])

@@ -13,7 +13,6 @@ import torch
 from common import (
     EVERYTHING,
     TOMESD_OPTIONS,
-    Counted,
     attributes,
     check_lossless,
     check_run,
@@ -397,61 +396,12 @@ def test_offloading(way, is_first, log_messages):
     assert torch.equal(case(), expected)
 
 
-KEPT_DETAIL = {"scope": "stack", "refresh_steps": 4}
-
-
 def results(unet, *timesteps, seed=0):
     return [call(unet, timestep, seed=seed) for timestep in timesteps]
 
 
-@pytest.mark.parametrize(
-    ("before", "timesteps", "fails"),
-    # Timesteps that are numbers say nothing about their schedule.
-    [((900,), (900, 600, 300), False), ((900, 600), (500, 300), False), ((900,), (500, 300), True)],
-    ids=["at the first timestep", "at a lower timestep", "after a call that failed"],
-)
-def test_another_picture_begins_a_run(unet, before, timesteps, fails):
-    seed, runs = 0 if fails else 1, []
-    for earlier in (), before:
-        tome_nodes.apply_patch(unet, **KEPT_DETAIL)
-        results(unet, *earlier)
-        if earlier and fails:
-            with stopped(unet.conv_out):
-                call(unet, 600)
-        runs.append(results(unet, *timesteps, seed=seed))
-    assert all(map(torch.equal, *runs))
-
-
-def test_a_picture_after_one_that_ended_early_begins_a_run():
-    first, second = CASES["sdxl"](), CASES["sdxl_img2img"]()
-    unet, pictures = first.pipeline.unet, []
-    second.pipeline.unet = unet
-    for _ in range(2):
-        tome_nodes.apply_patch(unet, max_downsample=2, **KEPT_DETAIL)
-        if pictures:
-            first(steps=8, denoising_end=0.7)
-        pictures.append(second(steps=8, strength=0.4, seed=3))
-    assert torch.equal(*pictures)
-
-
-@pytest.mark.parametrize(
-    ("scheduler", "merged"),
-    [("DDIMScheduler", 6), ("EulerAncestralDiscreteScheduler", 7), ("LCMScheduler", 7)],
-)
-def test_a_run_goes_on_whatever_noise_its_sampler_adds(untried, scheduler, merged):
-    case = sd15()
-    case.pipeline.scheduler = getattr(diffusers, scheduler)()
-    config = ToMeConfig(min_tokens=1, **KEPT_DETAIL)
-    Attachment(config, DiffusersUNets(), 1000, Counted).attach(case.network)
-    Counted.made = 0
-    case(steps=8)
-    # The fifth step runs on all tokens, and the first if it is not at the most noise. One more,
-    # of few tokens, tests the device.
-    assert Counted.made == merged * 3 + 1
-
-
 def test_threads_on_one_unet_take_turns_and_each_follows_its_own_run(unet):
-    tome_nodes.apply_patch(unet, **KEPT_DETAIL)
+    tome_nodes.apply_patch(unet, scope="stack")
 
     def run(seed):
         return results(unet, 900 - 10 * seed, 600, 300, seed=seed)

@@ -37,9 +37,7 @@ def test_the_judge_of_videos_finds_no_error_in_the_plain_model(monkeypatch):
     monkeypatch.setattr(fidelity, "MANY", 3)
     monkeypatch.setattr(video_transformer, "SIDE", 64)
     judge = judges.VideoJudge(steps=2)
-    merged = [
-        picked(strategy="window", scope=scope, refresh_steps=4) for scope in ("module", "stack")
-    ]
+    merged = [picked(strategy="window", scope=scope) for scope in ("module", "stack")]
     rows, shown = fidelity.judged(judge, merged)
     plain = rows[page.PLAIN]
     assert shown[page.PLAIN].shape == (2, 3, 9, 64, 64)

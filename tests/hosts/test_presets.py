@@ -33,7 +33,6 @@ OPTIONS = {
         "strategy": "window",
         "scope": "stack",
         "attn_tokens": "k,v",
-        "refresh_steps": 4,
         "forecast": True,
         "grows": True,
     },
@@ -103,7 +102,7 @@ def test_larger_maps_merge_more_and_so_does_each_large_level(
     assert merged == pytest.approx(shares, abs=0.01)
 
 
-def test_fast_merges_only_keys_in_maps_as_large_as_the_latent(sd15_of, large_maps):
+def test_fast_merges_only_keys_in_the_largest_maps(sd15_of, large_maps):
     model = patched(sd15_of(2), preset="fast")
     assert _lengths(model, ".ff") == {32 * 32, 103}
     assert _lengths(model, ".attn1.to_k") == {204, 103}
@@ -156,7 +155,10 @@ def test_apply_patch_takes_a_preset(log_messages):
 
 def test_the_node_and_apply_patch_take_what_earlier_versions_had(sd15):
     expected = sample(patched(sd15), **SIZE)
-    for given in {"preset": "quality", "st": 0}, {"settings": '{"preset": "quality", "st": 0}'}:
+    for given in (
+        {"preset": "quality", "st": 0, "refresh_steps": 0},
+        {"settings": '{"preset": "quality", "st": 0}'},
+    ):
         assert torch.equal(sample(patched(sd15, **given), **SIZE), expected)
     with pytest.raises(OptionError, match=r"st=1 is not allowed: .* leave st out"):
         patched(sd15, st=1)
@@ -164,7 +166,13 @@ def test_the_node_and_apply_patch_take_what_earlier_versions_had(sd15):
     merged = call(tome_nodes.apply_patch(unet, preset="balanced"), 999, grid=(16, 16))
     tome_nodes.apply_patch(unet, preset="quality", st=0)
     assert torch.equal(call(unet, 999, grid=(16, 16)), merged)
-    for gone in ({"st": 2}, {"scope": "block"}, {"strategy": "pool"}, {"attn_tokens": "q"}):
+    for gone in (
+        {"st": 2},
+        {"refresh_steps": 4},
+        {"scope": "block"},
+        {"strategy": "pool"},
+        {"attn_tokens": "q"},
+    ):
         ((name, value),) = gone.items()
         with pytest.raises(ValueError, match=f"{name}={value!r} is "):
             tome_nodes.apply_patch(unet, **gone)

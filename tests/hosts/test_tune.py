@@ -89,16 +89,12 @@ class Timed:
         if answers_on_a_line:
             answer_on_a_line(model)
 
-    def _spend(self, config, noise, levels):
-        # Every fourth step, counted back from the last but one.
-        full = levels.flip(0)[2::4]
-        is_full = config is not None and config.scope == "stack" and noise.max() in full
-        self.clock.time += 1.0 if config is None else 1 / self.speed(config, is_full)
+    def _spend(self, config, *_):
+        self.clock.time += 1.0 if config is None else 1 / self.speed(config)
         self.seen.append(config)
 
-    def speed(self, config, is_full):
-        preset = "fast" if config.scope == "stack" else "balanced"
-        return 1.0 if is_full else SPEEDS[preset][config.ratio]
+    def speed(self, config):
+        return SPEEDS["fast" if config.scope == "stack" else "balanced"][config.ratio]
 
     def measure(self, candidate, **others):
         trials = Trials(self.model, self.sampling(**others), 9, self.clock)
@@ -150,20 +146,16 @@ def test_steps_that_are_forecast_take_no_time(timed, candidate):
     assert measured.speed == pytest.approx(16 / evaluations)
 
 
-def test_steps_on_all_tokens_count_at_their_share(timed_unet):
-    assert timed_unet.measure(FAST[1], steps=20).seconds == pytest.approx(5 / 20 + 15 / 20 * 0.5)
-
-
 @pytest.mark.parametrize("steps", [1, 2, 3, 4, 20])
 @pytest.mark.parametrize("candidate", [BALANCED[1], FAST[1]], ids=str)
 def test_evaluations_that_compile_do_not_count(timed_unet, candidate, steps):
     expected = timed_unet.measure(candidate, steps=steps)
     before, compiled = timed_unet.speed, set()
 
-    def slow_at_first(config, is_full):
-        is_new = is_full not in compiled
-        compiled.add(is_full)
-        return before(config, is_full) / (50 if is_new else 1)
+    def slow_at_first(config):
+        is_new = config not in compiled
+        compiled.add(config)
+        return before(config) / (50 if is_new else 1)
 
     timed_unet.speed = slow_at_first
     measured = timed_unet.measure(candidate, steps=steps)

@@ -195,7 +195,6 @@ class _Attachment:
         run = MergingRun(
             self.config,
             self.make_strategy,
-            is_empty(_argument("latent_image", args, kwargs)),
             self.on_step,
             self.wants_details is not None and self.wants_details(),
         )

@@ -6,8 +6,7 @@ them off again.
 
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import Lock
 from typing import Any
@@ -22,7 +21,7 @@ from ..ops.clock import has_nothing_to_do
 from ..patching.blocks import Observer, PatchedModel, uncompiled
 from ..patching.engine import MakeStrategy
 from ..patching.evaluation import LEAST_SAVED, Run
-from ..patching.schedule import Moment, is_active, is_noise_alone, step_index
+from ..patching.schedule import Moment, is_active, step_index
 from ..report.last_run import LastRun
 from ..settings.config import ToMeConfig
 from ..tuning.search import Measured
@@ -75,7 +74,6 @@ class MergingRun:
         self,
         config: ToMeConfig,
         make_strategy: MakeStrategy,
-        starts_empty: bool,
         on_step: Callable[[str], None] | None,
         with_details: bool,
     ):
@@ -84,7 +82,6 @@ class MergingRun:
         Args:
             config: the settings.
             make_strategy: makes the strategy.
-            starts_empty: whether the latent holds no picture.
             on_step: called once in every step with a short text on what was merged.
             with_details: whether to record the run in detail.
         """
@@ -96,13 +93,10 @@ class MergingRun:
         self._runs: dict[nn.Module, Run | None] = {}
         self._reports: dict[type, tuple[RunReport, Run, Any]] = {}
         self._schedule: list[float] = []
-        self._from_noise = starts_empty
         self._step = 0
         self._begun: dict[int, float] = {}
         self._gpu: torch.device | None = None
         self._waits: list[bool] = []
-        self._sigma: float | None = None
-        self._calls: Counter[Hashable] = Counter()
         self._others: set[str] = set()
         self._lock = Lock()
 
@@ -157,15 +151,12 @@ class MergingRun:
         with self._lock:
             if not self._schedule:
                 self._schedule = options.get("sample_sigmas", t[:1]).tolist()
-                # Once in a run, as it may wait for the GPU, too.
-                most = float(model.model_sampling.sigma_max)
-                self._from_noise |= is_noise_alone(self._schedule[0], most)
             if diffusion_model not in self._runs:
                 latent = Grid(*shape[-2:])
                 self._runs[diffusion_model] = self._run_of(model, record, latent, t.device)
             self._gpu = t.device if t.device.type in GPUS else None
             run = self._runs[diffusion_model]
-            moment = self._moment(model, sigma, options)
+            moment = self._moment(model, sigma)
             self._begun.setdefault(moment.step, time.perf_counter())
         if run is None or isinstance(record, str):
             return denoise()
@@ -181,16 +172,8 @@ class MergingRun:
         dtype = model.get_dtype_inference()
 
         def evaluate() -> Tensor:
-            with run.evaluation(
-                moment, grid, t.device, dtype, obstacle, is_unpatched(options)
-            ) as evaluation:
-                denoised = denoise()
-                if evaluation is None:
-                    return denoised
-                if evaluation.detail is None or evaluation.detail.is_of(denoised):
-                    return denoised
-                with run.in_modules(evaluation, reasons.OTHER_PLACES):
-                    return denoise()
+            with run.evaluation(moment, grid, t.device, dtype, obstacle, is_unpatched(options)):
+                return denoise()
 
         return run.or_unmerged(evaluate)
 
@@ -237,37 +220,15 @@ class MergingRun:
         self._reports.setdefault(kind, (report, run, model))
         return run
 
-    def _moment(self, model: Any, sigma: float, options: dict[str, Any]) -> Moment:
+    def _moment(self, model: Any, sigma: float) -> Moment:
         step = self._step = step_index(self._schedule, sigma, self._step)
         last_step = len(self._schedule) - 2
         return Moment(
             step=step,
             progress=step / last_step if last_step > 0 else 0.0,
             picks=step,
-            part=self._part(uncompiled(model.diffusion_model), options, sigma),
             is_active=is_active(self._config, sigma, model.model_sampling.percent_to_sigma),
-            steps_left=max(0, last_step - step),
-            from_noise=self._from_noise,
         )
-
-    def _part(self, network: nn.Module, options: dict[str, Any], sigma: float) -> Hashable:
-        """What an evaluation of a network evaluates, as far as the transformer options tell.
-
-        They do not tell tiles apart. But a network gets its tiles in the same order in every step,
-        so calls of a network are counted. Calls of different networks, which may run on several
-        devices at once, come in no fixed order.
-        """
-        window = options.get("context_window")
-        composition = (
-            *options.get("uuids", ()),
-            *options.get("cond_or_uncond", ()),
-            None if window is None else tuple(window.index_list),
-        )
-        if sigma != self._sigma:
-            self._sigma = sigma
-            self._calls.clear()
-        calls = self._calls[network, composition] = self._calls[network, composition] + 1
-        return composition, calls
 
     @property
     def _gpu_waited(self) -> bool:

@@ -3,6 +3,7 @@
 import inspect
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -71,8 +72,11 @@ def _input(option: Option) -> io.Input:
     }
     if option is PRESET:
         # web/js/preset.js and web/js/earlier.js read it.
-        read_as = {**removed.PRESETS}
-        extras["extra_dict"] = {"custom": CUSTOM, "free": [*FREE], "read_as": read_as}
+        gone = [{"name": name, **asdict(each)} for name, each in removed.OPTIONS.items()]
+        extras["extra_dict"] = {
+            **{"custom": CUSTOM, "free": [*FREE]},
+            **{"read_as": {**removed.PRESETS}, "gone": gone},
+        }
     if option.name == "seed":
         # Otherwise the editor changes the seed after every run, and so the image.
         extras["control_after_generate"] = False

@@ -16,14 +16,10 @@ from .. import reasons
 from ..merging.plan import Grid, Plan
 from ..settings.config import ToMeConfig
 from ..strategies.cells import LARGE, LEAST, share_of
-from .detail_cache import Detail
 from .engine import Engine
 from .key_weights import KeyWeights
 from .overrides import Forward, Override, Overrides
 from .work import Work
-
-LEAST_IN_FULL_STEPS = LARGE
-"""From this many tokens on, keys and values merge in full steps; they save next to nothing else."""
 
 
 @dataclass(eq=False)
@@ -81,9 +77,7 @@ class Evaluated:
         blocks: number of blocks of the model, whether they ran or not.
         outcomes: the outcomes of the blocks that ran, in the order of the model.
         reason: why nothing was to merge in the whole evaluation; None if something was.
-        is_active: whether it was to merge: between ``start_percent`` and ``end_percent``, and not
-            on all tokens as ``refresh_steps`` says.
-        is_full: whether whole blocks ran on all tokens, as ``refresh_steps`` says.
+        is_active: whether it was to merge: between ``start_percent`` and ``end_percent``.
     """
 
     step: int
@@ -91,7 +85,6 @@ class Evaluated:
     outcomes: Sequence[Outcome] = ()
     reason: str | None = None
     is_active: bool = True
-    is_full: bool = False
 
     @property
     def merged(self) -> list[Outcome]:
@@ -135,41 +128,29 @@ class Evaluation:
         ratio: the ratio of the current step.
         latent: the grid at level 1, of the latent or of the part of it that is evaluated.
         deepest: how many times smaller than the latent the smallest grid that merges is.
-        detail: what is kept from step to step; None for nothing.
-        is_full_step: whether the step is a full step, in which blocks run on all tokens.
-        module_scope_reason: why stacks merge only in their modules, as while gradients are
-            computed, or once kept detail was of another place; else None.
         is_unpatched: whether no other code patches the inside of blocks, as the host knows before.
+        has_whole_stacks: whether the blocks of a stack that runs as one run untouched, but for its
+            first and its last.
         feature_map: the shape ``[batch, channels, height, width]`` of the feature map of the
             running stack, where the host does not pass it on to blocks.
         stack_plan: the plan of the running stack if it runs as one on merged tokens; else None.
         stack_tokens: the tokens that entered the running stack, ``[batch, tokens, channels]``, if
-            it runs as one or its change is to be kept; else None.
+            it runs as one; else None.
         stack_merged: ``stack_tokens`` merged, if the stack runs as one; else None.
         stack_weights: what weighs the keys of the running stack, if its blocks run untouched.
-        has_whole_stacks: whether the blocks of a stack between its first and its last run
-            untouched, where the grid is smaller than ``deepest_in_blocks`` says.
-        deepest_in_blocks: as ``deepest``, of the grids whose blocks do not run untouched.
     """
 
     engine: Engine
     ratio: float
     latent: Grid
     deepest: int
-    detail: Detail | None = None
-    is_full_step: bool = False
-    module_scope_reason: str | None = None
     is_unpatched: bool = False
+    has_whole_stacks: bool = False
     feature_map: Sequence[int] | None = None
     stack_plan: Plan | None = None
     stack_tokens: Tensor | None = None
     stack_merged: Tensor | None = None
     stack_weights: StackWeights | None = None
-    has_whole_stacks: bool = False
-    deepest_in_blocks: int = 0
-
-    def __post_init__(self) -> None:
-        self.deepest_in_blocks = self.deepest
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,14 +192,10 @@ class PatchedModel:
         model: the model itself.
         observer: follows its evaluations.
         blocks: all its blocks.
-        has_stacks: whether any stack may run on merged tokens in one go.
-        deepest_of_keys: how many times smaller than the latent the smallest grid is where only keys
-            and values merge although the scope is stacks; 0 for none.
         shallowest: how many times smaller than the latent the largest grid with blocks is.
         max_downsample: how many times smaller than the latent the smallest grid that merges is;
             ``auto`` is resolved. Where the share grows with the map, see :meth:`deepest`.
         least_tokens: the smallest grid that merges, in tokens.
-        least_in_full_steps: the smallest grid whose keys and values merge only in full steps.
         evaluation: the current evaluation; None between evaluations.
     """
 
@@ -233,23 +210,20 @@ class PatchedModel:
         self.record = record
         self.model: Any = model
         self.observer = observer
-        self.blocks = [
-            record.block(self, stack, index)
-            for stack in record.stacks(model)
-            for index in range(len(stack.blocks))
-        ]
-        levels = Counter(block.stack.level for block in self.blocks)
-        of_keys = (block.stack.level for block in self.blocks if block.merges_only_keys)
-        self.deepest_of_keys = max(of_keys, default=0)
-        self.has_stacks = any(block.runs_as_one_stack for block in self.blocks)
+        stacks = [stack for stack in record.stacks(model) if stack.blocks]
+        levels = Counter(stack.level for stack in stacks for _ in stack.blocks)
         self.shallowest = min(levels)
         self.max_downsample = deepest_level(config, levels)
         self.least_tokens = config.min_tokens or LEAST
         self._levels = sorted(levels)
-        self.least_in_full_steps = config.min_tokens or LEAST_IN_FULL_STEPS
-        self._overrides: dict[tuple[int, int], Overrides] = {}
+        self._overrides: dict[tuple[int, bool], Overrides] = {}
         self._deepest: dict[Grid, int] = {}
         self._saved_by_preset: dict[Grid, float | None] = {}
+        self.blocks = [
+            record.block(self, stack, index)
+            for stack in stacks
+            for index in range(len(stack.blocks))
+        ]
         self.evaluation: Evaluation | None = None
 
     def deepest(self, latent: Grid) -> int:
@@ -279,26 +253,17 @@ class PatchedModel:
     def _work(self) -> Work | None:
         return self.record.work(self)
 
-    def attends_to(self, latent: Grid) -> int:
-        """How many times smaller than a latent the smallest grid that merges in full steps is, or
-        0."""
-        least = self.least_in_full_steps
-        levels = (level for level in self._levels if latent.downsampled(level).tokens >= least)
-        return max(levels, default=0)
-
     def overrides(self, evaluation: Evaluation) -> Overrides:
         """What modules run instead of their own methods in an evaluation."""
-        levels = evaluation.deepest, evaluation.deepest_in_blocks
-        if levels not in self._overrides:
-            self._overrides[levels] = Overrides(partial(self._make_overrides, *levels))
-        return self._overrides[levels]
+        kind = evaluation.deepest, evaluation.has_whole_stacks
+        if kind not in self._overrides:
+            self._overrides[kind] = Overrides(partial(self._make_overrides, *kind))
+        return self._overrides[kind]
 
-    def _make_overrides(self, deepest: int, deepest_in_blocks: int) -> Iterator[Override]:
+    def _make_overrides(self, deepest: int, has_whole_stacks: bool) -> Iterator[Override]:
         for block in self.blocks:
-            if self.observer.follows_blocks or block.stack.level <= deepest_in_blocks:
-                yield from block.overrides()
-            elif block.stack.level <= deepest:
-                yield from block.overrides_of_stack()
+            if self.observer.follows_blocks or block.stack.level <= deepest:
+                yield from block.overrides_of_stack() if has_whole_stacks else block.overrides()
 
     def too_few(self, tokens: int) -> str:
         """The reason to report if a feature map has too few tokens."""
@@ -312,12 +277,7 @@ class PatchedModel:
             outcome = block.outcome
             if block.index == 0:
                 of_first = outcome
-            elif (
-                evaluation.has_whole_stacks
-                and block.runs_as_one_stack
-                and block.stack.level > evaluation.deepest_in_blocks
-                and of_first is not None
-            ):
+            elif evaluation.has_whole_stacks and block.runs_as_one_stack and of_first is not None:
                 # The blocks of its stack did the same.
                 outcome = Outcome(**{**vars(of_first), "block": block.name})
             if outcome.has_run:
@@ -363,11 +323,11 @@ class Block:
         module: the module of the block.
         name: its path within the model.
         outcome: what it has done so far in the current evaluation.
-        runs_as_one_stack: whether its stack may run on merged tokens in one go.
         merges_only_keys: whether only keys and values merge although the scope is stacks.
+        runs_as_one_stack: whether its stack may run on merged tokens in one go.
     """
 
-    runs_as_one_stack = merges_only_keys = False
+    merges_only_keys = runs_as_one_stack = False
 
     def __init__(self, model: PatchedModel, stack: Stack, index: int):
         self.model = model

@@ -6,7 +6,7 @@ Then the overrides go on, the model runs, the overrides come off, and the observ
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from threading import RLock
 from typing import TypeVar
 from weakref import WeakKeyDictionary
@@ -19,7 +19,6 @@ from ..merging.plan import Grid
 from ..ops.random_picks import step_key
 from ..settings.config import ToMeConfig
 from .blocks import Evaluated, Evaluation, ModelRecord, Observer, Outcome, PatchedModel
-from .detail_cache import Details
 from .engine import Engine, MakeStrategy, make_engine
 from .schedule import Moment, ratio_at
 
@@ -60,14 +59,6 @@ class Run:
         self._config = config
         self._make_strategy = make_strategy
         self._engines: dict[tuple[torch.device, torch.dtype], Engine] = {}
-        self._details = Details(config)
-        self._module_scope_reason: str | None = None
-
-    def restart(self) -> None:
-        """Drop everything that is kept from step to step: another sampling run begins."""
-        self._details.clear()
-        self.out_of_memory = False
-        self._module_scope_reason = None
 
     def or_unmerged(self, evaluate: Callable[[], Result]) -> Result:
         """The result of ``evaluate``; if merging runs out of memory, the result without it.
@@ -101,8 +92,8 @@ class Run:
         dtype: torch.dtype,
         obstacle: str | None = None,
         is_unpatched: bool = False,
-    ) -> Iterator[Evaluation | None]:
-        """Merge tokens in the model while it is evaluated; yields None if nothing may merge.
+    ) -> Iterator[None]:
+        """Merge tokens in the model while it is evaluated.
 
         The observer gets the result, unless the evaluation raised. Threads wait for each other.
 
@@ -116,29 +107,17 @@ class Run:
         """
         with _locks.setdefault(self.model.model, RLock()):
             obstacle = self._obstacle(moment, latent, device, dtype, obstacle)
-            self._may_merge, is_full = obstacle is None, False
+            self._may_merge = obstacle is None
+            outcomes: Sequence[Outcome] = ()
             if obstacle is not None:
-                yield None
-                outcomes: Sequence[Outcome] = ()
+                yield
             else:
                 evaluation = self._begin(moment, latent, device, is_unpatched)
                 with self._installed(evaluation):
-                    yield evaluation
+                    yield
                     outcomes = self.model.outcomes(evaluation)
-                self._keep(evaluation)
-                is_full = evaluation.is_full_step
-                detail = evaluation.detail
-                merged = any(outcome.plan is not None for outcome in outcomes)
-                if detail is not None and detail.is_full and detail.changes and not merged:
-                    obstacle = reasons.ALL_FULL_STEPS
-        result = Evaluated(
-            moment.step,
-            len(self.model.blocks),
-            outcomes,
-            obstacle,
-            moment.is_active and obstacle != reasons.ALL_FULL_STEPS,
-            is_full,
-        )
+        blocks = len(self.model.blocks)
+        result = Evaluated(moment.step, blocks, outcomes, obstacle, moment.is_active)
         self.model.observer.evaluated(result)
 
     @contextmanager
@@ -153,13 +132,6 @@ class Run:
         finally:
             model.forget()
             model.evaluation = outer
-
-    def in_modules(self, evaluation: Evaluation, reason: str) -> AbstractContextManager[None]:
-        """Go on without stacks, as kept detail was of another place; ``reason`` says so."""
-        others = self.model.overrides(evaluation)
-        evaluation.detail, evaluation.module_scope_reason = None, reason
-        evaluation.has_whole_stacks, evaluation.deepest_in_blocks = False, evaluation.deepest
-        return self.model.overrides(evaluation).installed(others)
 
     def _obstacle(
         self,
@@ -197,44 +169,15 @@ class Run:
         engine.strategy.begin(torch.full((), key, dtype=torch.int64, device=device))
         ratio = ratio_at(config, moment.progress)
         model = self.model
-        evaluation = Evaluation(engine, ratio, latent, model.deepest(latent))
-        evaluation.is_unpatched = is_unpatched
-        if config.scope != "stack":
-            return evaluation
-        of_keys = model.deepest_of_keys
-        has_gradients = torch.is_grad_enabled()
-        if config.refresh_steps == 0:
-            pass
-        elif has_gradients:
-            evaluation.module_scope_reason = reasons.WITH_GRADIENTS
-        elif self._module_scope_reason is not None:
-            evaluation.module_scope_reason = self._module_scope_reason
-        elif model.has_stacks and evaluation.deepest > of_keys:
-            detail = evaluation.detail = self._details.at(moment, device)
-            evaluation.is_full_step = detail.is_full
-        if evaluation.is_full_step:
-            # Only attention merges, and blocks of other levels run untouched.
-            if config.merge_attn and config.attn_tokens == "k,v":
-                of_keys = max(of_keys, model.attends_to(latent))
-            evaluation.deepest_in_blocks = min(evaluation.deepest, of_keys)
-        elif (
-            is_unpatched
-            and evaluation.module_scope_reason is None
-            and not has_gradients
+        has_whole_stacks = (
+            config.scope == "stack"
+            and is_unpatched
+            and not torch.is_grad_enabled()
             and not model.observer.follows_blocks
-        ):
-            evaluation.has_whole_stacks, evaluation.deepest_in_blocks = True, of_keys
-        return evaluation
-
-    def _keep(self, evaluation: Evaluation) -> None:
-        """Keep what later evaluations need from this one."""
-        if not torch.is_grad_enabled():
-            self._module_scope_reason = evaluation.module_scope_reason
-        detail = evaluation.detail
-        if detail is not None and detail.is_full:
-            # Copies, since a compiled graph may reuse the memory of its results.
-            for stack, change in detail.changes.items():
-                detail.changes[stack] = change.clone()
+        )
+        return Evaluation(
+            engine, ratio, latent, model.deepest(latent), is_unpatched, has_whole_stacks
+        )
 
     def _engine(self, device: torch.device, dtype: torch.dtype) -> Engine:
         place = device, dtype

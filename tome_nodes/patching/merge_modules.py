@@ -89,12 +89,12 @@ class ModuleBlock(Block):
         super().__init__(model, stack, index)
         self._attends_to_itself = not record.attends_to_text(self.module)
         self._is_last = index == len(stack.blocks) - 1
-        # A video model runs a temporal block, which needs all tokens, after every spatial one.
-        self.runs_as_one_stack = not hasattr(stack.module, "time_stack")
-        self._weighs = None if record.weigh_stack is None else record.weigh_stack()
         self.merges_only_keys = self._attends_to_itself and merges_only_keys(
-            model.config, stack.level
+            model.config, stack.level, model.shallowest
         )
+        # A video model runs a temporal block, which needs all tokens, after every spatial one.
+        self.runs_as_one_stack = not (self.merges_only_keys or hasattr(stack.module, "time_stack"))
+        self._weighs = None if record.weigh_stack is None else record.weigh_stack()
         self._growth = growth_of(model.config, in_stacks=False)
         self._growth_in_stacks = growth_of(model.config, in_stacks=True)
 
@@ -149,16 +149,15 @@ class ModuleBlock(Block):
             outcome.has_run = True
             if outcome.plan is None:
                 outcome.before = x.shape[1]
-            if evaluation.is_full_step or self.merges_only_keys:
-                return self._run_on_all_tokens(forward, x, *args, **kwargs)
             if evaluation.stack_plan is not None:
                 return self._run_in_stack(forward, x, *args, **kwargs)
             grid = self._grid_to_merge(evaluation, x, args, kwargs)
             if grid is None:
                 return forward(x, *args, **kwargs)
-            if config.scope != "module":
-                outcome.module_scope_reason = self._why_module_scope(*args, **kwargs)
-            if config.scope == "module" or outcome.module_scope_reason is not None:
+            in_modules = config.scope == "module" or self.merges_only_keys
+            if not in_modules and self._is_patched(*args, **kwargs):
+                outcome.module_scope_reason, in_modules = reasons.PATCHED_BLOCKS, True
+            if in_modules:
                 if config.merge_attn or config.merge_crossattn or config.merge_mlp:
                     outcome.reason = reasons.ATTENTION_REPLACED
                     self._plan = self.plan_of(x, grid, self._growth)
@@ -182,31 +181,6 @@ class ModuleBlock(Block):
 
         return block_forward
 
-    def _run_on_all_tokens(self, forward: Forward, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the block on all tokens; in a full step, keep the change of its whole stack.
-
-        Its attention may merge keys and values.
-        """
-        evaluation, config = self.evaluation, self.model.config
-        grid = self._grid_to_merge(evaluation, x, args, kwargs)
-        is_kept = evaluation.is_full_step and not self.merges_only_keys
-        if is_kept and grid is not None and self._begins_stack(*args, **kwargs):
-            evaluation.stack_tokens = x
-        # Merging keys and values hardly changes pictures (benchmarks/FIDELITY.md). In a stack that
-        # merges in other steps, it saves next to nothing on small maps.
-        least = 0 if self.merges_only_keys else self.model.least_in_full_steps
-        merges_keys = config.merge_attn and config.attn_tokens == "k,v" and self._attends_to_itself
-        if merges_keys and grid is not None and grid.tokens >= least:
-            self.outcome.reason = reasons.ATTENTION_REPLACED
-            self._plan = self.plan_of(x, grid, self._growth)
-        y: Tensor = forward(x, *args, **kwargs)
-        before, detail = evaluation.stack_tokens, evaluation.detail
-        if before is not None and detail is not None and self._is_last:
-            evaluation.stack_tokens = None
-            if detail.keeps_changes:
-                detail.changes[self.stack.name] = y - before
-        return y
-
     def _run_in_stack(self, forward: Forward, merged: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the block on tokens that its stack has merged."""
         evaluation = self.evaluation
@@ -221,9 +195,7 @@ class ModuleBlock(Block):
             evaluation.stack_weights.take_off(kwargs)
             evaluation.stack_weights = None
         evaluation.stack_plan = evaluation.stack_tokens = evaluation.stack_merged = None
-        if evaluation.detail is None:
-            return plan.add_change(x, before, y)
-        return evaluation.detail.add_change(self.stack.name, plan, x, before, y)
+        return plan.add_change(x, before, y)
 
     def _begins_stack(self, *args: Any, **kwargs: Any) -> bool:
         """Whether the block is the first of a stack that can run as one on merged tokens."""
@@ -239,14 +211,11 @@ class ModuleBlock(Block):
             )
         )
 
-    def _why_module_scope(self, *args: Any, **kwargs: Any) -> str | None:
-        """Why the block merges only in its modules although the scope is wider, else None."""
-        evaluation = self.evaluation
-        if not evaluation.is_unpatched and self.record.needs_all_tokens(
+    def _is_patched(self, *args: Any, **kwargs: Any) -> bool:
+        """Whether something in the block needs all tokens."""
+        return not self.evaluation.is_unpatched and self.record.needs_all_tokens(
             self.module, self.index, *args, **kwargs
-        ):
-            return reasons.PATCHED_BLOCKS
-        return evaluation.module_scope_reason
+        )
 
     def _grid_to_merge(
         self, evaluation: Evaluation, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -282,7 +251,7 @@ class ModuleBlock(Block):
     def _run_module(self, forward: Forward) -> Forward:
         def module_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             plan = self._plan
-            if plan is None or self.evaluation.is_full_step or not self._takes(plan, x, kwargs):
+            if plan is None or not self._takes(plan, x, kwargs):
                 return forward(x, *args, **kwargs)
             return plan.unmerge(forward(plan.merge(x), *args, **kwargs))
 
@@ -399,13 +368,13 @@ class ModuleBlock(Block):
         return True
 
 
-def merges_only_keys(config: ToMeConfig, level: int) -> bool:
+def merges_only_keys(config: ToMeConfig, level: int, shallowest: int) -> bool:
     """Whether only keys and values merge at a level although the scope is stacks.
 
-    So it is under presets where a map is as large as the latent: there, whole stacks change
-    pictures most, and much of the work is attention (benchmarks/FIDELITY.md).
+    So it is under presets in the largest maps that have attention, at the level ``shallowest``:
+    there, whole stacks change pictures most (benchmarks/FIDELITY.md).
     """
-    return config.scope == "stack" and config.grows and level == 1
+    return config.scope == "stack" and config.grows and level == shallowest
 
 
 def is_masked(kwargs: Mapping[str, Any], masks: Iterable[str]) -> bool:

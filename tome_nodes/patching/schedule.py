@@ -1,6 +1,6 @@
 """When to merge: steps and noise levels of a sampling run."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..settings.config import ToMeConfig
@@ -14,20 +14,13 @@ class Moment:
         step: the step that the evaluation belongs to, from 0.
         progress: how far the ratio is on its way from ``ratio`` to ``ratio_end``, from 0 to 1.
         picks: decides the random picks, together with the seed; not negative.
-        part: the part of the step that is evaluated, such as some samples of a batch, or a tile or
-            window of a picture. Detail is kept for the same part of later steps.
         is_active: whether its noise level is between ``start_percent`` and ``end_percent``.
-        steps_left: how many steps come after this one; None if the host does not know.
-        from_noise: whether the run began with noise alone, not with a picture under some noise.
     """
 
     step: int
     progress: float
     picks: int
-    part: Hashable
     is_active: bool
-    steps_left: int | None = None
-    from_noise: bool = True
 
 
 def is_active(config: ToMeConfig, noise: float, noise_at: Callable[[float], float]) -> bool:

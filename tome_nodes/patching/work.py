@@ -92,7 +92,7 @@ class Work:
     def saved(self, config: ToMeConfig, latent: Grid, least: int, deepest: int) -> float:
         """The share of an evaluation's multiplications that merging saves.
 
-        Full steps do not count, nor what merging costs.
+        What merging costs does not count.
 
         Args:
             config: the settings.

@@ -18,10 +18,9 @@ from torch._dynamo.decorators import skip
 from .. import reasons
 from ..merging.plan import Grid
 from ..patching.blocks import Evaluated, Observer
-from ..patching.detail_cache import belongs
 from ..patching.evaluation import Run
 from ..patching.merge_modules import UNetRecord
-from ..patching.schedule import Moment, is_active, is_noise_alone
+from ..patching.schedule import Moment, is_active
 from ..report import log_line
 from ..report.counts import Counts
 from ..report.gain import gain_of
@@ -74,15 +73,8 @@ class UNetCalls(Calls):
 
     The place follows from the second argument of a call, the timestep. In a run it falls from one
     less than the number of noise levels of training to 0, and ``ratio`` moves to ``ratio_end``
-    with it.
-
-    A new run begins at a larger timestep than in the call before, and after a call that failed. If
-    the schedule may be another, but samples have the same shape, a new run begins
-
-    - at the first timestep again, with another sample. Under one schedule, that is guidance, which
-      may call the UNet with several samples in a step;
-    - at a smaller timestep, with a sample that cannot follow the one before: the run before may
-      have ended early.
+    with it. A new run begins at a larger timestep than in the call before, and after a call that
+    failed.
 
     It is a context manager, within which the model runs.
     """
@@ -98,11 +90,8 @@ class UNetCalls(Calls):
         self._arguments: tuple[Any, ...] = ()
         self._completed = True
         self._noisiest = attachment.context - 1
-        self._timestep = self._first_timestep = math.nan
-        # The sample and timestep of the first call of the last step.
-        self._first: tuple[Tensor, Tensor | float] | None = None
+        self._timestep = math.inf
         self._step = 0
-        self._call = 0
 
     @skip
     def call(
@@ -133,10 +122,10 @@ class UNetCalls(Calls):
             self._once.warn(f"nothing merged: {reasons.UNKNOWN_CALL}")
             return False
         noise = timestep.max().item() if isinstance(timestep, Tensor) else timestep
-        self._follow(noise, sample, timestep)
+        self._follow(noise)
         self._completed = False
         self._latest.result = None
-        moment = self._moment(noise, sample.shape)
+        moment = self._moment(noise)
         # The check may visit every module of the UNet.
         obstacle = self._host.obstacle(self.network, self._config) if moment.is_active else None
         device, latent = _execution_device(self.network, sample), Grid(*sample.shape[-2:])
@@ -152,8 +141,7 @@ class UNetCalls(Calls):
         """
         self._completed = True
         result = self._latest.result
-        # A full step merges less than the steps after it.
-        if result is None or not result.is_active or result.is_full:
+        if result is None or not result.is_active:
             return
         counts = Counts()
         counts.evaluated(result)
@@ -167,42 +155,22 @@ class UNetCalls(Calls):
             gain = gain_of(counts, self._config, {}, saved, model.shallowest)
             log.info("[ToMe] %s; %s", line, gain.words)
 
-    def _follow(self, noise: float, sample: Tensor, timestep: Tensor | float) -> None:
-        """Count the steps of a run, and the calls of a step."""
-        if self._begins_run(noise, sample, timestep):
-            self._step = self._call = 0
-            self._first_timestep = noise
-            self._run.restart()
-        elif noise == self._timestep:
-            self._call += 1
-        else:
+    def _follow(self, timestep: float) -> None:
+        """Count the steps of a run."""
+        if timestep > self._timestep or not self._completed:
+            self._step, self._run.out_of_memory = 0, False
+        elif timestep < self._timestep:
             self._step += 1
-            self._call = 0
-        if self._call == 0:
-            self._first = sample.detach().clone(), timestep
-        self._timestep = noise
+        self._timestep = timestep
 
-    def _begins_run(self, noise: float, sample: Tensor, timestep: Tensor | float) -> bool:
-        if self._first is None or not (self._completed and noise <= self._timestep):
-            return True
-        first, its_timestep = self._first
-        if first.shape != sample.shape or _are_of_one_tensor(timestep, its_timestep):
-            return False
-        sample = sample.detach().to(first.device)
-        if noise < self._timestep:
-            return not _goes_on(first, sample)
-        return self._step == 0 and not torch.equal(first, sample)
-
-    def _moment(self, timestep: float, shape: torch.Size) -> Moment:
+    def _moment(self, timestep: float) -> Moment:
         (bits,) = struct.unpack("<Q", struct.pack("<d", timestep))
         done = self._noisiest - min(max(timestep, 0), self._noisiest)
         return Moment(
             step=self._step,
             progress=done / self._noisiest if self._noisiest > 0 else 0.0,
             picks=bits,
-            part=(self._call, shape),
             is_active=is_active(self._config, timestep, self._noise_at),
-            from_noise=is_noise_alone(self._first_timestep, self._noisiest),
         )
 
     def _noise_at(self, percent: float) -> float:
@@ -224,23 +192,6 @@ def _execution_device(model: nn.Module, sample: Tensor) -> torch.device:
     """The device on which blocks will run. Until then, offloading may keep weights elsewhere."""
     device = getattr(getattr(model, "_hf_hook", None), "execution_device", None)
     return sample.device if device is None else torch.device(device)
-
-
-def _are_of_one_tensor(timestep: Tensor | float, other: Tensor | float) -> bool:
-    """Whether two timesteps are elements of one tensor, as the timesteps of a schedule are."""
-    if not (isinstance(timestep, Tensor) and isinstance(other, Tensor)):
-        return False
-    return timestep.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-
-
-def _goes_on(before: Tensor, sample: Tensor) -> bool:
-    """Whether a sample may follow another in a run: a sampler changes it little in one step.
-
-    Both are ``[batch, channels, height, width]``. Channels are compared one by one, because
-    channels that say where to paint may be the same in every run.
-    """
-    before, sample = (x.flatten(2).flatten(0, 1).unsqueeze(2) for x in (before, sample))
-    return belongs(before, sample)
 
 
 def _first_two_arguments(

@@ -1,8 +1,8 @@
 """What one sampling run merged, counted."""
 
 from collections import Counter, defaultdict
+from collections.abc import Set
 
-from .. import reasons
 from ..patching.blocks import Evaluated, Observer
 
 
@@ -33,15 +33,12 @@ class Counts(Observer):
         self.forecast_steps: set[int] = set()
         self._seen: set[tuple[int, str, int]] = set()
         self._steps: set[int] = set()
-        self._full_steps: set[int] = set()
         self._reasons: Counter[str] = Counter()
         self._reasons_of_idle: Counter[str] = Counter()
 
     def evaluated(self, result: Evaluated) -> None:
         """Add an evaluation to the counts."""
         self.blocks_present = result.blocks
-        if result.is_full:
-            self._full_steps.add(result.step)
         if result.reason is not None:
             found = self._reasons if result.is_active else self._reasons_of_idle
             found[result.reason] += 1
@@ -68,19 +65,9 @@ class Counts(Observer):
             self._steps.add(result.step)
 
     @property
-    def merged_steps(self) -> int:
-        """The number of steps in which anything merged."""
-        return len(self._steps)
-
-    @property
-    def shorter_steps(self) -> set[int]:
-        """The steps that merged, other than full steps, in which ``refresh_steps`` leaves less."""
-        return self._steps - self._full_steps
-
-    @property
-    def has_full_steps_that_merged(self) -> bool:
-        """Whether keys and values merged in full steps, which then are shorter, too."""
-        return bool(self._steps & self._full_steps)
+    def merged_steps(self) -> Set[int]:
+        """The steps in which anything merged."""
+        return self._steps
 
     @property
     def merged_blocks(self) -> int:
@@ -94,6 +81,4 @@ class Counts(Observer):
         Reasons of evaluations that were not meant to merge count only if there are no others.
         """
         found = self._reasons or self._reasons_of_idle
-        if not self._reasons and reasons.ALL_FULL_STEPS in found:
-            return reasons.ALL_FULL_STEPS
         return found.most_common(1)[0][0] if found else None

@@ -52,35 +52,24 @@ def gain_of(
     known. ``gpu_waited`` is whether the GPU waited for its CPU. For ``shallowest``, see
     :class:`tome_nodes.report.last_run.LastRun`.
     """
-    steps = counts.forecast_steps or counts.shorter_steps
+    steps = counts.forecast_steps or counts.merged_steps
     kinds = _medians(begun, steps)
-    is_part = counts.has_full_steps_that_merged
     gain = Gain(_expected(counts, config, saved), False)
     if kinds is not None:
         short, long = kinds
-        one, other = _kinds_in_words(counts)
+        is_forecast = bool(counts.forecast_steps)
+        one, other = ("with the model", "forecast") if is_forecast else ("on all tokens", "merged")
         words = f"a step took {seconds(long)} {one}, {seconds(short)} {other}"
         if short * FASTER < long:
             less, total = len(steps) * (long - short), long * counts.total_steps
-            at_least = "at least " if is_part else ""
-            return Gain(f"saved {at_least}{seconds(less)} ({less / total:.0%}): {words}", True)
-        if not is_part:
-            gain = Gain(f"no gain: {words}", True)
+            return Gain(f"saved {seconds(less)} ({less / total:.0%}): {words}", True)
+        gain = Gain(f"no gain: {words}", True)
     words = gain.words
     if gpu_waited:
         words += f"; {reasons.GPU_WAITS}"
     if shallowest > 1 and config.scope == "module" and not config.merge_mlp:
         words += f"; {reasons.LITTLE_ATTENTION}"
     return Gain(words, gain.is_measured)
-
-
-def _kinds_in_words(counts: Counts) -> tuple[str, str]:
-    """What the longer steps of a run did, and what the others."""
-    if counts.forecast_steps:
-        return "with the model", "forecast"
-    if counts.has_full_steps_that_merged:
-        return "with merged keys alone", "with merged stacks"
-    return "on all tokens", "merged"
 
 
 def _expected(counts: Counts, config: ToMeConfig, saved: float | None) -> str:

@@ -26,7 +26,7 @@ def log_line(
         blocks = f"{counts.merged_blocks}/{counts.blocks_present} blocks"
         done = [f"merged {blocks} ({sizes(counts)})"]
         if counts.total_steps:
-            done.append(f"{counts.merged_steps}/{counts.total_steps} steps")
+            done.append(f"{len(counts.merged_steps)}/{counts.total_steps} steps")
         done += settings(config, counts.frames)
     measured = [] if tuned is None else [times(tuned)]
     return ", ".join([*done, *backend, *deviations(counts), *measured])

@@ -125,7 +125,7 @@ def in_words(run: LastRun) -> list[str]:
     if hint is not None:
         lines += [f"Hint: {hint}"]
     if counts.merged:
-        steps = f"Steps: merged in {counts.merged_steps} of {total}"
+        steps = f"Steps: merged in {len(counts.merged_steps)} of {total}"
         lines += [_times_in_words(run.recording), steps]
     lines += [f"Model: {run.model}"]
     config = run.config

@@ -185,16 +185,6 @@ class ToMeConfig:
         "which keeps the picture much closer and takes hardly any time; with SageAttention, which "
         "takes no weights, it counts once. Off: the attention of the paper.",
     )
-    refresh_steps: int = _advanced(
-        0,
-        least=0,
-        most=100,
-        text="In scope stack, one step in so many runs on all tokens, counted back from the second "
-        "to last; 0 is none. The steps after it keep the detail that it gave to merged tokens.",
-        more="The first step also runs on all tokens if it begins with a picture, as in image to "
-        "image. With `attn_tokens` k,v, self-attention merges keys and values even in these steps. "
-        "Each stack keeps a tensor of the size of its tokens.",
-    )
     forecast: bool = _advanced(
         False,
         text="In a transformer, skip the model in some steps, as many as ratio says, and forecast "

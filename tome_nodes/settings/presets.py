@@ -39,14 +39,13 @@ PRESETS: Mapping[str, Preset] = {
         {"strategy": "window", "attn_tokens": "k,v", "sx": 4, "forecast": True, "grows": True},
     ),
     "fast": Preset(
-        "In a UNet, merges keys and values in maps as large as the latent, and whole stacks of "
-        "blocks in smaller ones, in three of four steps: saves most, and is what to take for large "
-        "pictures of SDXL, where self-attention is a small part of the work.",
+        "In a UNet, merges keys and values in the largest maps that have attention, and whole "
+        "stacks of blocks in smaller ones: saves most, and is what to take for SDXL, where "
+        "self-attention is a small part of the work.",
         {
             "strategy": "window",
             "scope": "stack",
             "attn_tokens": "k,v",
-            "refresh_steps": 4,
             "forecast": True,
             "grows": True,
         },

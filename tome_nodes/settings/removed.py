@@ -4,6 +4,7 @@ All hosts read what a user gave through :func:`current`.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from .options import MERGE_MAP, OptionError, is_plain, shown
@@ -14,13 +15,36 @@ PRESETS: Mapping[str, str] = {"quality": "balanced"}
 VIEWS: Mapping[str, str] = {"heat map": MERGE_MAP}
 """Views of ToMe Report that are gone, and what they are read as."""
 
-OPTIONS: Mapping[str, tuple[Any, str]] = {
-    "st": (
+
+@dataclass(frozen=True)
+class Removed:
+    """An option that is gone.
+
+    Attributes:
+        default: the value at which it is ignored.
+        before: the option that stood behind it in workflow files, a switch where it was a number.
+        why: what to do about other values.
+    """
+
+    default: int
+    before: str
+    why: str
+
+
+OPTIONS: Mapping[str, Removed] = {
+    "st": Removed(
         0,
+        "use_rand",
         "the number of frames decides how many frames a cell spans, as it did with 0; leave st out",
-    )
+    ),
+    "refresh_steps": Removed(
+        0,
+        "forecast",
+        "no step runs on all tokens any more; leave refresh_steps out, or take preset fast, which "
+        "merges only keys and values in the largest maps",
+    ),
 }
-"""Options that are gone: the default, at which they are ignored, and what to do otherwise."""
+"""Options that are gone, in the order of workflow files."""
 
 _INSTEAD: Mapping[str, Mapping[str, str]] = {
     "scope": {"block": "stack"},
@@ -45,9 +69,9 @@ def current(given: Mapping[str, Any]) -> dict[str, Any]:
                 name, f"{name}={shown(value)} is gone: take {name}={instead!r} instead"
             )
         if name in OPTIONS:
-            default, why = OPTIONS[name]
-            if not (is_plain(value) and value == default):
-                raise OptionError(name, f"{name}={shown(value)} is not allowed: {why}")
+            gone = OPTIONS[name]
+            if not (is_plain(value) and value == gone.default):
+                raise OptionError(name, f"{name}={shown(value)} is not allowed: {gone.why}")
         elif name == "preset" and isinstance(value, str):
             options[name] = PRESETS.get(value, value)
         else:

@@ -1,21 +1,18 @@
 import { app } from "../../../scripts/app.js";
 
 const NODE = "ToMePatchModel";
-// Workflow files hold the values of inputs by place. The input st, a number, once stood in front of
-// this one, a switch. A file with st cannot be told by its number of values: the host takes one of
-// them for that of an input without a value, and further inputs may come at the end.
-const AFTER_ST = "use_rand";
+// As tome_nodes/settings/removed.py has them: the presets that are gone, and as which each is read;
+// and the inputs that are gone. Workflow files hold the values of inputs by place. Each of these
+// inputs, a number, once stood in front of a switch. A file with it cannot be told by its number of
+// values: the host takes one of them for that of an input without a value, and further inputs may
+// come at the end.
+let readAs, gone;
 
-// The presets that are gone, and as which each is read.
-let readAs;
-
-function warn(st) {
+function warn(name, value, why) {
   app.extensionManager.toast.add({
     severity: "warn",
     summary: "ToMe Patch Model",
-    detail:
-      `This workflow has st=${st}, and there is no st any more: ` +
-      "the number of frames decides how many frames a cell spans, as it did with st=0.",
+    detail: `This workflow has ${name}=${value}, and there is no ${name} any more: ${why}.`,
   });
 }
 
@@ -23,14 +20,16 @@ function warn(st) {
 function current(saved, names) {
   if (!Array.isArray(saved.widgets_values)) return saved;
   const values = [...saved.widgets_values];
-  const place = names.indexOf(AFTER_ST);
   const preset = values[names.indexOf("preset")];
   if (preset in readAs) values[names.indexOf("preset")] = readAs[preset];
-  if (typeof values[place] === "number") {
-    const [st] = values.splice(place, 1);
-    if (preset === "custom" && st !== 0) warn(st);
+  for (const { name, before, default: unset, why } of gone) {
+    const place = names.indexOf(before);
+    if (typeof values[place] !== "number") continue;
+    const [value] = values.splice(place, 1);
+    if (preset === "custom" && value !== unset) warn(name, value, why);
   }
-  const inputs = saved.inputs?.filter(({ name, link }) => name !== "st" || link != null);
+  const isGone = (name) => gone.some((input) => input.name === name);
+  const inputs = saved.inputs?.filter(({ name, link }) => !isGone(name) || link != null);
   return { ...saved, inputs, widgets_values: values };
 }
 
@@ -39,7 +38,7 @@ app.registerExtension({
 
   beforeRegisterNodeDef(kind, definition) {
     if (definition.name !== NODE) return;
-    readAs = definition.input.optional.preset[1].read_as;
+    ({ read_as: readAs, gone } = definition.input.optional.preset[1]);
     const { configure } = kind.prototype;
     kind.prototype.configure = function (saved) {
       configure.call(this, current(saved, this.widgets.map(({ name }) => name)));
