@@ -38,7 +38,7 @@ EVERY_OPTION = {
     "use_rand": Case(True, False),
     "min_tokens": Case(0, 1000, (0, 2**20)),
     "proportional_attn": Case(True, False),
-    # Steps on all tokens are of a whole run, and forecasts of transformers.
+    # Forecasts are of transformers.
     "forecast": Case(False, True, is_seen=False),
 }
 """The options in the order of the node's inputs, which saved workflows go by."""

@@ -18,7 +18,7 @@ from benchmarks.speed.record import Record, say
 
 RATIO = 0.5
 EVALUATIONS = 4
-"""Evaluations timed in a row; preset *fast* runs one of four on all tokens."""
+"""Evaluations timed in a row."""
 
 ROUNDS = (3, 10)
 """The least and the most rounds of a comparison."""

@@ -549,7 +549,7 @@ def test_blocks_that_attend_to_text_only_have_their_queries_merged(log_messages)
 
 
 def test_preset_fast_merges_queries_that_attend_to_text_and_elsewhere_only_keys():
-    """In maps as large as the latent."""
+    """In the largest maps."""
     for attends_to_text, expected in (True, [512, TEXT, 512]), (False, [1024, 512, 1024]):
         unet = make_unet(only_cross_attention=attends_to_text)
         tome_nodes.apply_patch(unet, preset="fast")

@@ -81,8 +81,7 @@ def preset(name):
 @pytest.mark.parametrize(
     ("kind", "config", "steps", "plain_graphs", "own_graphs"),
     [
-        # Merged steps before there is detail and with detail, and steps on all tokens.
-        ("sd15", preset("fast"), 8, 1, 3),
+        ("sd15", preset("fast"), 3, 1, 1),
         # A graph for each class of blocks.
         ("flux", preset("balanced"), 8, 2, 0),
         # A graph for each block that merges.

@@ -100,10 +100,7 @@ def test_a_forecast_passes_6_files(models, kind):
 
 @pytest.mark.newest_only
 def test_a_merged_block_adds_few_calls():
-    """In a UNet with as many blocks as SDXL, and few channels.
-
-    A step of preset fast is the mean of a cycle, of which one step runs on all tokens.
-    """
+    """In a UNet with as many blocks as SDXL, and few channels."""
     settings = unet_settings(
         **{"depths": (0, 2, 10), "residuals": 2, "transformer_depth_middle": 10},
         **{"model_channels": 32, "channel_mult": (1, 2, 4), "context_dim": 32},

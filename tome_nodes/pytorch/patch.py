@@ -57,9 +57,9 @@ def apply_patch(
             defaults. Two defaults differ: ``min_tokens`` is 1 and ``proportional_attn`` is off. As
             in tomesd, feature maps of any size then merge, and a merged key weighs as one token.
             In a UNet, percents and the change to ``ratio_end`` follow the noise levels of training,
-            which its timestep counts down; ``refresh_steps`` counts from the first step, as the
-            last is not known. A transformer needs ``forecast``, by itself or from the preset.
-            Beside it, only ``ratio`` and the percents count, as shares of its pipeline's steps.
+            which its timestep counts down. A transformer needs ``forecast``, by itself or from the
+            preset. Beside it, only ``ratio`` and the percents count, as shares of its pipeline's
+            steps.
 
     Returns:
         The same model.
