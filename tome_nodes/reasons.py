@@ -137,9 +137,6 @@ OTHER_NOISE = (
     "pipeline that calls it"
 )
 
-# Why stacks merge only in the modules of their blocks.
-PATCHED_BLOCKS = "that are patched"
-
 # Why a merged key weighs as one token.
 CALLED_DIFFERENTLY = "another node changes how the attention is called"
 OTHER_ATTENTION = "another node replaces the attention function"

@@ -187,9 +187,9 @@ def ours(other: Callable[..., Any] | None = None, /, **settings: Any) -> Patch:
     return partial(attach, config=config, **own)
 
 
-def preset(name: str, ratio: float = 0.6, **others: Any) -> Patch:
-    """Our patch with a preset; ``others`` replace settings of the preset."""
-    return ours(**{**settings_of(name, {"ratio": ratio}), **others})
+def preset(name: str, ratio: float = 0.6) -> Patch:
+    """Our patch with a preset."""
+    return ours(**settings_of(name, {"ratio": ratio}))
 
 
 def _then(first: Patch, second: Patch) -> Patch:

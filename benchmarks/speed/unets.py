@@ -53,7 +53,7 @@ ONE_EVALUATION = (
     *(f"ours window {scope}" for scope in ("attn", "stack")),
     "preset balanced",
 )
-"""Methods measured on a CPU, by one evaluation; that says little about a run of *fast*."""
+"""Methods measured on a CPU, by one evaluation."""
 
 CASES = (
     Case("sd15", 2048, 20),

@@ -375,11 +375,13 @@ def earlier_graph(**settings):
     given = defaults | GONE | {"max_downsample": "auto"} | settings
     names = [*ALL]
     for name, gone in removed.OPTIONS.items():
-        names.insert(names.index(gone.before), name)
+        names.insert(names.index(gone.followed_by), name)
     node = node_of(graph, PATCH_TYPE)
     node["widgets_values"] = [given[name] for name in names]
     # Not all versions of the editor save inputs without a link.
-    node["inputs"].append({"name": "st", "type": "INT", "widget": {"name": "st"}, "link": None})
+    for name in GONE:
+        slot = {"name": name, "type": "INT", "widget": {"name": name}, "link": None}
+        node["inputs"].append(slot)
     return graph
 
 
@@ -394,7 +396,7 @@ def test_file_of_an_earlier_version_opens_with_its_values(editor):
     assert patch_inputs(editor).items() >= settings.items()
     assert patch_inputs(editor).keys() == {"model", *ALL}
     slots = node_of(json.loads(editor.save()), PATCH_TYPE)["inputs"]
-    assert "st" not in [slot["name"] for slot in slots]
+    assert GONE.keys().isdisjoint(slot["name"] for slot in slots)
     before = patch_inputs(editor)
     reopen(editor)
     assert patch_inputs(editor) == before

@@ -146,9 +146,9 @@ def test_steps_that_are_forecast_take_no_time(timed, candidate):
     assert measured.speed == pytest.approx(16 / evaluations)
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3, 4, 20])
+@pytest.mark.parametrize("steps", [1, 2, 20])
 @pytest.mark.parametrize("candidate", [BALANCED[1], FAST[1]], ids=str)
-def test_evaluations_that_compile_do_not_count(timed_unet, candidate, steps):
+def test_the_first_evaluation_which_compiles_does_not_count(timed_unet, candidate, steps):
     expected = timed_unet.measure(candidate, steps=steps)
     before, compiled = timed_unet.speed, set()
 

@@ -25,10 +25,11 @@ from ..forecasting.steps import (
     are_apart,
     are_geometric,
     is_even,
+    is_noise_alone,
     latent_share,
     log_snr,
 )
-from ..patching.schedule import is_active, is_noise_alone
+from ..patching.schedule import is_active
 from ..report.counts import Counts
 from ..report.gain import gain_of
 from ..report.last_run import LastRun

@@ -248,17 +248,15 @@ class MergingRun:
 
 
 def saves_little(config: ToMeConfig, network: nn.Module, shape: Sequence[int]) -> bool:
-    """Whether merging keys and values in a UNet of pictures is not done, as it would save little.
+    """Whether merging in a UNet of pictures is not done, as it would save little.
 
     ``shape`` is the shape of the latent.
     """
-    if config.scope != "module":
-        return False
     record = record_of(network)
     patched = PatchedModel(record.in_effect(config), record, network, Observer())
     saved = patched.saved_by_preset(record.grid(network, shape))
-    is_of_pictures = all(block.runs_as_one_stack for block in patched.blocks)
-    return is_of_pictures and saved is not None and saved < LEAST_SAVED
+    is_of_videos = any(block.stack.is_of_video for block in patched.blocks)
+    return not is_of_videos and saved is not None and saved < LEAST_SAVED
 
 
 def _recomputes(network: nn.Module) -> bool:

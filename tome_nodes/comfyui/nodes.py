@@ -74,8 +74,10 @@ def _input(option: Option) -> io.Input:
         # web/js/preset.js and web/js/earlier.js read it.
         gone = [{"name": name, **asdict(each)} for name, each in removed.OPTIONS.items()]
         extras["extra_dict"] = {
-            **{"custom": CUSTOM, "free": [*FREE]},
-            **{"read_as": {**removed.PRESETS}, "gone": gone},
+            "custom": CUSTOM,
+            "free": [*FREE],
+            "read_as": {**removed.PRESETS},
+            "gone": gone,
         }
     if option.name == "seed":
         # Otherwise the editor changes the seed after every run, and so the image.

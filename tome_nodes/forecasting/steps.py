@@ -58,6 +58,11 @@ class Step:
     from_noise: bool = True
 
 
+def is_noise_alone(noise: float, most: float) -> bool:
+    """Whether hardly anything of a picture is left at a noise level; ``most`` is the highest."""
+    return noise >= 0.9 * most
+
+
 def log_snr(noise: float, is_flow: bool) -> float:
     """The logarithm of signal to noise, in power.
 

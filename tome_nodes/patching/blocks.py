@@ -38,8 +38,8 @@ class Outcome:
         reason: why it ran on all tokens; None if it merged or the settings leave it out.
         unweighted_reason: why a merged key weighed only as much as one token; None if it weighed
             more.
-        module_scope_reason: why only its modules merged although the scope is wider; None if the
-            scope was followed.
+        is_patched: whether only its modules merged although the scope is stacks, as other code
+            patches the block.
         has_run: whether the model called it.
     """
 
@@ -49,7 +49,7 @@ class Outcome:
     grid: Grid | None = None
     reason: str | None = None
     unweighted_reason: str | None = None
-    module_scope_reason: str | None = None
+    is_patched: bool = False
     has_run: bool = False
 
     def entered(self, tokens: int) -> None:
@@ -169,6 +169,11 @@ class Stack:
     blocks: Sequence[nn.Module]
     level: int = 1
 
+    @property
+    def is_of_video(self) -> bool:
+        """Whether a temporal block, which needs all tokens, runs after every block of it."""
+        return hasattr(self.module, "time_stack")
+
 
 class ModelRecord(Protocol):
     """What is known about the models of one kind."""
@@ -210,7 +215,7 @@ class PatchedModel:
         self.record = record
         self.model: Any = model
         self.observer = observer
-        stacks = [stack for stack in record.stacks(model) if stack.blocks]
+        stacks = [*record.stacks(model)]
         levels = Counter(stack.level for stack in stacks for _ in stack.blocks)
         self.shallowest = min(levels)
         self.max_downsample = deepest_level(config, levels)
@@ -284,7 +289,7 @@ class PatchedModel:
                 outcomes.append(outcome)
         for outcome in outcomes:
             if outcome.plan is None:
-                outcome.unweighted_reason = outcome.module_scope_reason = None
+                outcome.unweighted_reason, outcome.is_patched = None, False
             else:
                 outcome.reason = None
         return outcomes

@@ -92,8 +92,7 @@ class ModuleBlock(Block):
         self.merges_only_keys = self._attends_to_itself and merges_only_keys(
             model.config, stack.level, model.shallowest
         )
-        # A video model runs a temporal block, which needs all tokens, after every spatial one.
-        self.runs_as_one_stack = not (self.merges_only_keys or hasattr(stack.module, "time_stack"))
+        self.runs_as_one_stack = not (self.merges_only_keys or stack.is_of_video)
         self._weighs = None if record.weigh_stack is None else record.weigh_stack()
         self._growth = growth_of(model.config, in_stacks=False)
         self._growth_in_stacks = growth_of(model.config, in_stacks=True)
@@ -156,7 +155,7 @@ class ModuleBlock(Block):
                 return forward(x, *args, **kwargs)
             in_modules = config.scope == "module" or self.merges_only_keys
             if not in_modules and self._is_patched(*args, **kwargs):
-                outcome.module_scope_reason, in_modules = reasons.PATCHED_BLOCKS, True
+                outcome.is_patched = in_modules = True
             if in_modules:
                 if config.merge_attn or config.merge_crossattn or config.merge_mlp:
                     outcome.reason = reasons.ATTENTION_REPLACED

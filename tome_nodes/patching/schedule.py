@@ -31,11 +31,6 @@ def is_active(config: ToMeConfig, noise: float, noise_at: Callable[[float], floa
     return noise_at(config.end_percent) < noise <= noise_at(config.start_percent)
 
 
-def is_noise_alone(noise: float, most: float) -> bool:
-    """Whether hardly anything of a picture is left at a noise level; ``most`` is the highest."""
-    return noise >= 0.9 * most
-
-
 def step_index(schedule: Sequence[float], sigma: float, since: int) -> int:
     """The step of a sampling run to which an evaluation at noise level ``sigma`` belongs.
 

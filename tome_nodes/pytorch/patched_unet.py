@@ -73,8 +73,7 @@ class UNetCalls(Calls):
 
     The place follows from the second argument of a call, the timestep. In a run it falls from one
     less than the number of noise levels of training to 0, and ``ratio`` moves to ``ratio_end``
-    with it. A new run begins at a larger timestep than in the call before, and after a call that
-    failed.
+    with it.
 
     It is a context manager, within which the model runs.
     """
@@ -91,7 +90,6 @@ class UNetCalls(Calls):
         self._completed = True
         self._noisiest = attachment.context - 1
         self._timestep = math.inf
-        self._step = 0
 
     @skip
     def call(
@@ -122,7 +120,10 @@ class UNetCalls(Calls):
             self._once.warn(f"nothing merged: {reasons.UNKNOWN_CALL}")
             return False
         noise = timestep.max().item() if isinstance(timestep, Tensor) else timestep
-        self._follow(noise)
+        # A new run may have more memory.
+        if noise > self._timestep or not self._completed:
+            self._run.out_of_memory = False
+        self._timestep = noise
         self._completed = False
         self._latest.result = None
         moment = self._moment(noise)
@@ -155,19 +156,12 @@ class UNetCalls(Calls):
             gain = gain_of(counts, self._config, {}, saved, model.shallowest)
             log.info("[ToMe] %s; %s", line, gain.words)
 
-    def _follow(self, timestep: float) -> None:
-        """Count the steps of a run."""
-        if timestep > self._timestep or not self._completed:
-            self._step, self._run.out_of_memory = 0, False
-        elif timestep < self._timestep:
-            self._step += 1
-        self._timestep = timestep
-
     def _moment(self, timestep: float) -> Moment:
         (bits,) = struct.unpack("<Q", struct.pack("<d", timestep))
         done = self._noisiest - min(max(timestep, 0), self._noisiest)
         return Moment(
-            step=self._step,
+            # Each call is reported alone.
+            step=0,
             progress=done / self._noisiest if self._noisiest > 0 else 0.0,
             picks=bits,
             is_active=is_active(self._config, timestep, self._noise_at),

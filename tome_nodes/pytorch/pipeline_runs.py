@@ -9,8 +9,8 @@ from weakref import ref
 from .. import reasons
 from ..forecasting.forecasts import Forecasts
 from ..forecasting.samplers import SAMPLERS, Sampler
-from ..forecasting.steps import Step, latent_share, log_snr
-from ..patching.schedule import is_active, is_noise_alone
+from ..forecasting.steps import Step, is_noise_alone, latent_share, log_snr
+from ..patching.schedule import is_active
 from ..report.counts import Counts
 from ..report.gain import gain_of
 from ..report.log_line import log_line

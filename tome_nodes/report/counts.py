@@ -1,7 +1,6 @@
 """What one sampling run merged, counted."""
 
-from collections import Counter, defaultdict
-from collections.abc import Set
+from collections import Counter
 
 from ..patching.blocks import Evaluated, Observer
 
@@ -16,9 +15,9 @@ class Counts(Observer):
         frames: number of frames in the latent; 1 for a picture.
         merged: by the size in tokens of a feature map and the block that merged it, to how many
             tokens.
-        module_scope_reasons: by reason, the blocks that ran in module scope although a wider one
-            was set.
+        patched_blocks: the blocks that merged only in their modules although the scope is stacks.
         unweighted_reasons: why merged keys weighed as one token each.
+        merged_steps: the steps in which anything merged.
         forecast_steps: the steps in which the answer of the model was forecast.
     """
 
@@ -28,11 +27,11 @@ class Counts(Observer):
         self.largest_grid = 0
         self.frames = 1
         self.merged: dict[int, dict[str, set[int]]] = {}
-        self.module_scope_reasons: dict[str, set[str]] = defaultdict(set)
+        self.patched_blocks: set[str] = set()
         self.unweighted_reasons: set[str] = set()
+        self.merged_steps: set[int] = set()
         self.forecast_steps: set[int] = set()
         self._seen: set[tuple[int, str, int]] = set()
-        self._steps: set[int] = set()
         self._reasons: Counter[str] = Counter()
         self._reasons_of_idle: Counter[str] = Counter()
 
@@ -59,15 +58,10 @@ class Counts(Observer):
                 self._reasons[outcome.reason] += 1
             if outcome.unweighted_reason is not None:
                 self.unweighted_reasons.add(outcome.unweighted_reason)
-            if outcome.module_scope_reason is not None:
-                self.module_scope_reasons[outcome.module_scope_reason].add(outcome.block)
+            if outcome.is_patched:
+                self.patched_blocks.add(outcome.block)
         if has_merged:
-            self._steps.add(result.step)
-
-    @property
-    def merged_steps(self) -> Set[int]:
-        """The steps in which anything merged."""
-        return self._steps
+            self.merged_steps.add(result.step)
 
     @property
     def merged_blocks(self) -> int:

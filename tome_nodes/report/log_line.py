@@ -75,11 +75,9 @@ def sizes(counts: Counts) -> str:
 
 def deviations(counts: Counts) -> list[str]:
     """Where the run did something else than the settings say, in a few words each."""
+    patched = len(counts.patched_blocks)
     return [
-        *(
-            f"module scope in {len(blocks)} {reason}"
-            for reason, blocks in counts.module_scope_reasons.items()
-        ),
+        *([f"module scope in {patched} that are patched"] if patched else []),
         *(
             f"merged keys weigh as one token ({reason})"
             for reason in sorted(counts.unweighted_reasons)

@@ -52,8 +52,8 @@ class ToMeConfig:
         "many steps are skipped: of 4 one at any ratio; of 8 one, from 0.4 two; of 20 one, from "
         "0.1 two, from 0.6 ten.",
         more="It is the share at 64x64 tokens. Under balanced and fast, larger maps merge more, "
-        "and their cells grow: at a `ratio` of 0.6, balanced merges 0.80 of 128x128 tokens and "
-        "0.90 of 256x256, stacks of fast 0.67 and 0.72. Otherwise one token of each cell always "
+        "and their cells grow: at a `ratio` of 0.6, 0.80 of the keys and values of 128x128 tokens "
+        "merge, and 0.90 of 256x256. Otherwise one token of each cell always "
         "stays, so of a picture at most `1 - 1/(sx*sy)` merge: 0.75 under paper. Under balanced, "
         "only keys and values of self-attention merge. Which steps are skipped, `forecast` says.",
     )
@@ -189,7 +189,7 @@ class ToMeConfig:
         False,
         text="In a transformer, skip the model in some steps, as many as ratio says, and forecast "
         "its output there from its last two. Nothing merges then.",
-        more="In a UNet, it has an effect only under preset balanced. "
+        more="In a UNet, it has an effect only under balanced and fast. "
         "A run needs at least four steps, an edit six. The first two steps and the last "
         "always run; in runs of 8 steps or more, the third too. At a ratio of 0.6, one of 4 steps "
         "is forecast, two of 8 and ten of 20. In runs of fewer than 16 steps whose first two "

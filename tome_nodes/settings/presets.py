@@ -40,8 +40,8 @@ PRESETS: Mapping[str, Preset] = {
     ),
     "fast": Preset(
         "In a UNet, merges keys and values in the largest maps that have attention, and whole "
-        "stacks of blocks in smaller ones: saves most, and is what to take for SDXL, where "
-        "self-attention is a small part of the work.",
+        "stacks of blocks in smaller ones: saves most, and is what to take for SDXL from "
+        "1024x1024 on, where self-attention is a small part of the work.",
         {
             "strategy": "window",
             "scope": "stack",
@@ -70,9 +70,9 @@ PRESET = Option(
     "seed and backend count; under custom every input does.",
     more="In a transformer, such as Flux, Qwen-Image or Wan, balanced and fast are the same: the "
     "model is skipped in some steps, and its output forecast. There, merging would change the "
-    "picture more than fewer steps do. balanced does the same in long runs of a UNet in which "
-    "merging would save less than 5 % of the work, such as 16 steps or more of SDXL at 1024x1024. "
-    "An input that would not count is refused, unless it is at "
+    "picture more than fewer steps do. Both do the same in long runs of a UNet in which "
+    "merging would save less than 5 % of the work, such as 16 steps or more of SDXL at 1024x1024 "
+    "under balanced. An input that would not count is refused, unless it is at "
     "its default. The editor hides it and does not send it.",
 )
 """The choice of a preset."""

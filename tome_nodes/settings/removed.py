@@ -22,12 +22,12 @@ class Removed:
 
     Attributes:
         default: the value at which it is ignored.
-        before: the option that stood behind it in workflow files, a switch where it was a number.
-        why: what to do about other values.
+        followed_by: the option after it in workflow files, a switch where it was a number.
+        why: why other values are not allowed.
     """
 
     default: int
-    before: str
+    followed_by: str
     why: str
 
 
@@ -35,13 +35,13 @@ OPTIONS: Mapping[str, Removed] = {
     "st": Removed(
         0,
         "use_rand",
-        "the number of frames decides how many frames a cell spans, as it did with 0; leave st out",
+        "the number of frames decides how many frames a cell spans, as it did with 0",
     ),
     "refresh_steps": Removed(
         0,
         "forecast",
-        "no step runs on all tokens any more; leave refresh_steps out, or take preset fast, which "
-        "merges only keys and values in the largest maps",
+        "no step runs on all tokens any more; instead, preset fast merges only keys and values in "
+        "the largest maps",
     ),
 }
 """Options that are gone, in the order of workflow files."""
@@ -71,7 +71,10 @@ def current(given: Mapping[str, Any]) -> dict[str, Any]:
         if name in OPTIONS:
             gone = OPTIONS[name]
             if not (is_plain(value) and value == gone.default):
-                raise OptionError(name, f"{name}={shown(value)} is not allowed: {gone.why}")
+                raise OptionError(
+                    name,
+                    f"{name}={shown(value)} is not allowed: {gone.why}; leave {name} out",
+                )
         elif name == "preset" and isinstance(value, str):
             options[name] = PRESETS.get(value, value)
         else:

@@ -12,7 +12,7 @@ function warn(name, value, why) {
   app.extensionManager.toast.add({
     severity: "warn",
     summary: "ToMe Patch Model",
-    detail: `This workflow has ${name}=${value}, and there is no ${name} any more: ${why}.`,
+    detail: `This workflow has ${name}=${value}, which is ignored now: ${why}.`,
   });
 }
 
@@ -22,8 +22,8 @@ function current(saved, names) {
   const values = [...saved.widgets_values];
   const preset = values[names.indexOf("preset")];
   if (preset in readAs) values[names.indexOf("preset")] = readAs[preset];
-  for (const { name, before, default: unset, why } of gone) {
-    const place = names.indexOf(before);
+  for (const { name, followed_by: next, default: unset, why } of gone) {
+    const place = names.indexOf(next);
     if (typeof values[place] !== "number") continue;
     const [value] = values.splice(place, 1);
     if (preset === "custom" && value !== unset) warn(name, value, why);

@@ -33,9 +33,6 @@ HOST_NAMES: Mapping[str, list[str]] = {
 }
 """ComfyUI's own lists of the names of samplers and schedulers, to which other nodes add."""
 
-_COMPILING = 2.0
-"""A step that takes more than this many times as long as an unpatched one has compiled code."""
-
 
 @dataclass(frozen=True, eq=False)
 class Sampling:
@@ -85,8 +82,6 @@ class Trials:
         unpatched = _whole(times) / self.steps
         try:
             latent, times = self._sampled(model, steps)
-            if any(time > _COMPILING * unpatched for time in times[1:]):
-                latent, times = self._sampled(model, steps)
         except InterruptProcessingException:
             raise
         except Exception as error:
