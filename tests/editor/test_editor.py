@@ -631,7 +631,7 @@ def test_live_line_and_report_are_shown(editor, picture):
     editor.open(graph_with_report(384), "report")
     run_to_image(editor, 384)
     editor.page.wait_for_function(PICTURE_IS_SHOWN, arg=REPORT_TYPE)
-    line = "6/6 blocks, 2304→918 tokens, step 2/2"
+    line = "6/6 blocks, 2304\N{RIGHTWARDS ARROW}918 tokens, step 2/2"
     assert editor.page.evaluate(REPORT, PATCH_TYPE) == line
     shown = editor.page.evaluate(REPORT, REPORT_TYPE)
     assert shown.startswith("Merged: 6 of 6 blocks")

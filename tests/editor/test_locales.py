@@ -60,7 +60,7 @@ def test_translations_are_whole_sentences_with_the_numbers_and_values_of_the_eng
             continue
         there = translated[path]
         assert there != text
-        assert there[-1] in ".。", path
+        assert there[-1] in ".\N{IDEOGRAPHIC FULL STOP}", path
         if path.endswith(".description"):
             continue
         kept = re.findall(r"\d+(?:[.x]\d+)?", text)

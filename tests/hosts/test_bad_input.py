@@ -11,6 +11,7 @@ from comfy.model_patcher import ModelPatcher
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_server import PLAIN, PROMPTS, node, patch, report, txt2img
+from torch.nn import Linear
 
 from tome_nodes.comfyui import nodes
 from tome_nodes.comfyui.attachment import attach
@@ -179,7 +180,7 @@ def test_other_nodes_may_not_make_one_with_an_input_that_there_is_not(caption, s
 def test_a_patcher_of_no_diffusion_model_is_told_by_its_kind():
     device = torch.device("cpu")
     with pytest.raises(ValueError, match="a Linear is no diffusion model"):
-        attach(ModelPatcher(torch.nn.Linear(2, 2), device, device), ToMeConfig())
+        attach(ModelPatcher(Linear(2, 2), device, device), ToMeConfig())
 
 
 MADE = ("latent", "positive", "number", "any", "tome", "tuned", "removed", "report")

@@ -159,7 +159,11 @@ def test_steps_are_in_the_order_of_the_run_wherever_noise_rises(sd15, sigmas):
     ("levels", "settings", "line"),
     [
         (1, {"min_tokens": 193}, "all tokens, step 1/1: 192 tokens are fewer than min_tokens=193"),
-        (2, {"max_downsample": 2}, "11/11 blocks, 192→96, 48→24 tokens, step 1/1"),
+        (
+            2,
+            {"max_downsample": 2},
+            "11/11 blocks, 192\N{RIGHTWARDS ARROW}96, 48\N{RIGHTWARDS ARROW}24 tokens, step 1/1",
+        ),
     ],
 )
 def test_the_line_of_a_step_says_what_merged_or_why_nothing_did(sd15_of, levels, settings, line):

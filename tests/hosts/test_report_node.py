@@ -142,7 +142,8 @@ def test_a_line_on_the_patch_node_shows_each_step_once(server):
     graph["report"]["inputs"]["model"] = graph["sampler"]["inputs"]["model"] = ["4:7", 0]
     server.run(graph, on_event=lambda e: lines.append(e["data"]) if e["type"] == TEXT else None)
     assert lines == [
-        {"node": "4:7", "text": f"6/6 blocks, 1024→512 tokens, step {step}/3"} for step in (1, 2, 3)
+        {"node": "4:7", "text": f"6/6 blocks, 1024\N{RIGHTWARDS ARROW}512 tokens, step {step}/3"}
+        for step in (1, 2, 3)
     ]
 
 

@@ -404,7 +404,9 @@ KEPT = tune_cache.Kept(
 
 
 def test_what_is_kept_comes_back_as_it_was_from_a_folder_with_any_name(user_folder):
-    folder_paths.set_user_directory(str(user_folder / "Bücher und 絵 & co"))
+    folder_paths.set_user_directory(
+        str(user_folder / "Bücher und \N{CJK UNIFIED IDEOGRAPH-7D75} & co")
+    )
     tune_cache.write(OF, KEPT)
     tune_cache.write({"a": 3}, tune_cache.Kept("2026-11-24"))
     assert tune_cache.read({"a": [1, 2], "b": 1}) == KEPT

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.nn import Linear
 
 from tome_nodes.merging.plan import Grid
 from tome_nodes.patching.blocks import Observer, Stack, deepest_level
@@ -22,7 +23,7 @@ class Block(nn.Module):
     def __init__(self):
         super().__init__()
         self.attn1, self.attn2 = nn.Identity(), None
-        self.ff = nn.Linear(3, 3)
+        self.ff = Linear(3, 3)
 
     def forward(self, x):
         return x + self.ff(x)
@@ -102,7 +103,7 @@ def test_overrides_follow_what_other_code_changes_between_evaluations(evaluate):
     evaluate()
     lengths = []
 
-    class Replaced(nn.Linear):
+    class Replaced(Linear):
         def forward(self, x):
             lengths.append(x.shape[1])
             return super().forward(x)

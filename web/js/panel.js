@@ -1,10 +1,12 @@
+import { app } from "../../../scripts/app.js";
+
 const MARGIN = 10;
 
 function heightAt(element, width) {
   const copy = element.cloneNode(true);
   Object.assign(copy.style, { position: "absolute", visibility: "hidden", width: `${width}px` });
   copy.classList.remove("h-full", "w-full");
-  document.body.append(copy);
+  app.canvas.canvas.parentElement.append(copy);
   const height = copy.offsetHeight;
   copy.remove();
   return height;
