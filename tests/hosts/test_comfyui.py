@@ -29,6 +29,7 @@ from tome_nodes.patching.key_weights import Capabilities
 from tome_nodes.patching.schedule import is_active
 from tome_nodes.settings.config import OPTIONS, ToMeConfig
 from tome_nodes.settings.presets import settings_of
+from tome_nodes.strategies.window import WindowStrategy
 
 IN_EVERY_SCOPE = [{"attn_tokens": "q,k,v"}, {"attn_tokens": "k,v"}, {"scope": "stack"}]
 
@@ -155,16 +156,18 @@ def test_torch_compile_keeps_one_whole_graph_over_steps_and_runs(
 
 @pytest.mark.newest_only
 @pytest.mark.parametrize(
-    ("preset", "way", "has_cudnn", "graphs"),
+    ("preset", "changes", "way", "has_cudnn", "graphs"),
     [
-        ("balanced", "whole", True, 1),
-        ("paper", "whole", True, 1),
-        ("fast", "whole", False, 1),
-        ("fast", "blocks", True, 3),
+        ("balanced", {}, "whole", True, 1),
+        ("balanced", {}, "blocks", False, 3),
+        ("paper", {}, "whole", True, 1),
+        # Whole stacks merge at the only level, too.
+        ("fast", {"grows": False}, "whole", False, 1),
+        ("fast", {"grows": False}, "blocks", True, 3),
     ],
 )
 def test_a_compiled_model_asks_nothing_of_a_gpu_and_compiles_nothing_later(
-    shallow, fresh_compiler, monkeypatch, preset, way, has_cudnn, graphs
+    shallow, fresh_compiler, monkeypatch, preset, changes, way, has_cudnn, graphs
 ):
     """What the device can do is known before, as a question would break the graph.
 
@@ -189,8 +192,7 @@ def test_a_compiled_model_asks_nothing_of_a_gpu_and_compiles_nothing_later(
     ):
         monkeypatch.setattr(module, name, only_before(getattr(module, name)))
     steps = 3
-    # Stacks are to merge at the only level, too.
-    config = ToMeConfig(**settings_of(preset, {}) | {"min_tokens": 1, "grows": False})
+    config = ToMeConfig(**settings_of(preset, {}) | {"min_tokens": 1} | changes)
     expected = sample_tiny(attach(shallow, config), "sd15", steps)
     names = [name for name, _ in shallow.model.named_modules()]
     blocks = [name for name in names if re.search(r"transformer_blocks\.\d+$", name)]
@@ -206,9 +208,27 @@ def test_a_compiled_model_asks_nothing_of_a_gpu_and_compiles_nothing_later(
     assert {*after_steps} == {graphs}
 
 
-@pytest.mark.parametrize(("text", "has_override"), [(20, True), (96, False)])
+@pytest.mark.newest_only
+def test_fast_compiles_to_one_graph_where_keys_merge_at_one_level_and_stacks_at_another(
+    models, fresh_compiler
+):
+    model, tiny, counter = models("sdxl"), UNETS["sdxl"], CompileCounter()
+    settings = settings_of("fast", {}) | {"min_tokens": 1, "max_downsample": 4}
+    merged = attach(model, ToMeConfig(**settings))
+    expected = comfyui.sample(merged, tiny, (24, 32), steps=3)
+    by_before = last_run(merged).counts.merged
+    assert {len(blocks) for blocks in by_before.values()} == {3, 8}
+    actual = comfyui.sample(compiled(merged, backend=counter), tiny, (24, 32), steps=3)
+    assert relative_error(actual, expected) < 1e-5
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize(
+    "settings", [{"scope": "stack"}, {"attn_tokens": "k,v", "grows": True}], ids=str
+)
+@pytest.mark.parametrize(("text", "has_override"), [(20, True), (24, False), (96, False)])
 def test_blocks_that_run_untouched_weigh_keys_as_blocks_that_are_followed(
-    models, text, has_override
+    models, settings, text, has_override
 ):
     """A prompt may have as many tokens as there are slots; its attention weighs nothing."""
     tiny, model, seen = UNETS["sdxl"], models("sdxl"), []
@@ -220,9 +240,8 @@ def test_blocks_that_run_untouched_weigh_keys_as_blocks_that_are_followed(
     if has_override:
         model = with_override(model, theirs)
     prompts = [comfyui.conditioning(tiny, seed, text) for seed in (5, 6)]
-    # At the first level that has blocks, 192 tokens.
     options = {"size": (24, 32), "steps": 2, "prompts": prompts}
-    config = merging(strategy="window", scope="stack", max_downsample=2)
+    config = merging(strategy="window", max_downsample=4, **settings)
     untouched, followed = (
         attach(model, config, wants_details=lambda wanted=wanted: wanted)
         for wanted in (False, True)
@@ -234,9 +253,34 @@ def test_blocks_that_run_untouched_weigh_keys_as_blocks_that_are_followed(
     counts = [last_run(patched).counts for patched in (untouched, followed)]
     assert counts[0].merged == counts[1].merged
     assert counts[0].unweighted_reasons == counts[1].unweighted_reasons
-    (merged,) = counts[0].merged.values()
-    assert [*merged.values()] == [{96}] * 3
+    merged = {before: [*blocks.values()] for before, blocks in counts[0].merged.items()}
+    assert merged == {192: [{96}] * 3, 48: [{24}] * 8}
     assert masks == seen and any(masks) == has_override
+
+
+@pytest.mark.parametrize(
+    ("settings", "plans"),
+    [
+        (settings_of("balanced", {}), 7),
+        (settings_of("fast", {}), 7),
+        ({"strategy": "window", "attn_tokens": "k,v"}, 11),
+    ],
+    ids=["balanced", "fast", "custom"],
+)
+def test_under_presets_one_plan_serves_all_blocks_of_a_stack(models, monkeypatch, settings, plans):
+    """SDXL's tiny UNet has 11 blocks in 7 stacks."""
+    made, plan = [], WindowStrategy.plan
+
+    def counted(self, *arguments):
+        made.append(plan(self, *arguments))
+        return made[-1]
+
+    monkeypatch.setattr(WindowStrategy, "plan", counted)
+    config = ToMeConfig(**settings | {"min_tokens": 1, "max_downsample": 4})
+    patched = attach(models("sdxl"), config)
+    comfyui.sample(patched, UNETS["sdxl"], (24, 32), steps=1)
+    assert last_run(patched).counts.merged_blocks == 11
+    assert len([each for each in made if each is not None]) == plans
 
 
 def test_patching_again_replaces_the_settings_and_keeps_the_wrappers_of_others(sd15):

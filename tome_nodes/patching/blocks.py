@@ -129,11 +129,11 @@ class Evaluation:
         latent: the grid at level 1, of the latent or of the part of it that is evaluated.
         deepest: how many times smaller than the latent the smallest grid that merges is.
         is_unpatched: whether no other code patches the inside of blocks, as the host knows before.
-        has_whole_stacks: whether the blocks of a stack that runs as one run untouched, but for its
-            first and its last.
+        is_untouched: whether the blocks of a stack with one plan run untouched: but for its first
+            and its last, and where only keys merge, self-attention.
         feature_map: the shape ``[batch, channels, height, width]`` of the feature map of the
             running stack, where the host does not pass it on to blocks.
-        stack_plan: the plan of the running stack if it runs as one on merged tokens; else None.
+        stack_plan: the plan of the running stack if it has one for all blocks; else None.
         stack_tokens: the tokens that entered the running stack, ``[batch, tokens, channels]``, if
             it runs as one; else None.
         stack_merged: ``stack_tokens`` merged, if the stack runs as one; else None.
@@ -145,7 +145,7 @@ class Evaluation:
     latent: Grid
     deepest: int
     is_unpatched: bool = False
-    has_whole_stacks: bool = False
+    is_untouched: bool = False
     feature_map: Sequence[int] | None = None
     stack_plan: Plan | None = None
     stack_tokens: Tensor | None = None
@@ -260,15 +260,15 @@ class PatchedModel:
 
     def overrides(self, evaluation: Evaluation) -> Overrides:
         """What modules run instead of their own methods in an evaluation."""
-        kind = evaluation.deepest, evaluation.has_whole_stacks
+        kind = evaluation.deepest, evaluation.is_untouched
         if kind not in self._overrides:
             self._overrides[kind] = Overrides(partial(self._make_overrides, *kind))
         return self._overrides[kind]
 
-    def _make_overrides(self, deepest: int, has_whole_stacks: bool) -> Iterator[Override]:
+    def _make_overrides(self, deepest: int, is_untouched: bool) -> Iterator[Override]:
         for block in self.blocks:
             if self.observer.follows_blocks or block.stack.level <= deepest:
-                yield from block.overrides_of_stack() if has_whole_stacks else block.overrides()
+                yield from block.overrides_of_stack() if is_untouched else block.overrides()
 
     def too_few(self, tokens: int) -> str:
         """The reason to report if a feature map has too few tokens."""
@@ -282,7 +282,7 @@ class PatchedModel:
             outcome = block.outcome
             if block.index == 0:
                 of_first = outcome
-            elif evaluation.has_whole_stacks and block.runs_as_one_stack and of_first is not None:
+            elif evaluation.is_untouched and block.has_plan_of_stack and of_first is not None:
                 # The blocks of its stack did the same.
                 outcome = Outcome(**{**vars(of_first), "block": block.name})
             if outcome.has_run:
@@ -328,11 +328,11 @@ class Block:
         module: the module of the block.
         name: its path within the model.
         outcome: what it has done so far in the current evaluation.
-        merges_only_keys: whether only keys and values merge although the scope is stacks.
-        runs_as_one_stack: whether its stack may run on merged tokens in one go.
+        merges_only_keys: whether a preset merges only its keys and values.
+        has_plan_of_stack: whether one plan may serve all blocks of its stack.
     """
 
-    merges_only_keys = runs_as_one_stack = False
+    merges_only_keys = has_plan_of_stack = False
 
     def __init__(self, model: PatchedModel, stack: Stack, index: int):
         self.model = model
@@ -355,7 +355,7 @@ class Block:
         raise NotImplementedError
 
     def overrides_of_stack(self) -> list[Override]:
-        """The same while stacks run as one: by default, nothing else."""
+        """The same while the blocks of stacks with one plan run untouched."""
         return self.overrides()
 
     @property

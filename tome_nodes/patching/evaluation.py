@@ -169,14 +169,13 @@ class Run:
         engine.strategy.begin(torch.full((), key, dtype=torch.int64, device=device))
         ratio = ratio_at(config, moment.progress)
         model = self.model
-        has_whole_stacks = (
-            config.scope == "stack"
-            and is_unpatched
+        is_untouched = (
+            is_unpatched
             and not torch.is_grad_enabled()
             and not model.observer.follows_blocks
         )
         return Evaluation(
-            engine, ratio, latent, model.deepest(latent), is_unpatched, has_whole_stacks
+            engine, ratio, latent, model.deepest(latent), is_unpatched, is_untouched
         )
 
     def _engine(self, device: torch.device, dtype: torch.dtype) -> Engine:

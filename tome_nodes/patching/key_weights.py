@@ -117,6 +117,7 @@ class KeyWeights:
         note: called with the reason why the keys weigh as one token each, or with None if they do
             not.
         mask: the sizes as a mask, once it was needed.
+        masked: the attention function that got this mask.
     """
 
     sizes: Tensor
@@ -124,6 +125,7 @@ class KeyWeights:
     capable: Capabilities
     note: Callable[[str | None], None]
     mask: Tensor | None = None
+    masked: Attention | None = None
 
 
 def fits(weights: KeyWeights, k: Any) -> bool:
@@ -215,6 +217,8 @@ def weighed(
         return func(q, k, v, heads, mask=bias, **kwargs)
     if mask is None:
         mask = _mask(weights, bias)
+        if bias is None:
+            weights.masked = func
     return func(q, k, v, heads, mask=mask, **kwargs)
 
 

@@ -92,7 +92,9 @@ class ModuleBlock(Block):
         self.merges_only_keys = self._attends_to_itself and merges_only_keys(
             model.config, stack.level, model.shallowest
         )
-        self.runs_as_one_stack = not (self.merges_only_keys or stack.is_of_video)
+        self.has_plan_of_stack = not stack.is_of_video and (
+            model.config.scope == "stack" or self.merges_only_keys
+        )
         self._weighs = None if record.weigh_stack is None else record.weigh_stack()
         self._growth = growth_of(model.config, in_stacks=False)
         self._growth_in_stacks = growth_of(model.config, in_stacks=True)
@@ -123,11 +125,15 @@ class ModuleBlock(Block):
         return overrides
 
     def overrides_of_stack(self) -> list[Override]:
-        if not (self.runs_as_one_stack and self._weighs is not None):
+        if not self.has_plan_of_stack or self._weighs is None:
             return self.overrides()
-        if self.index > 0 and not self._is_last:
-            return []
-        return [(self.module, "forward", self._run_block(self.module.forward))]
+        block, overrides = self.module, []
+        if self.index == 0 or self._is_last:
+            overrides.append((block, "forward", self._run_block(block.forward)))
+        if self.merges_only_keys:
+            attention = block.attn1
+            overrides.append((attention, "forward", self._run_on_keys_of_stack(attention.forward)))
+        return overrides
 
     def _run_stack(self, forward: Forward) -> Forward:
         def stack_forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -137,48 +143,69 @@ class ModuleBlock(Block):
         return stack_forward
 
     def _run_block(self, forward: Forward) -> Forward:
-        config = self.model.config
-
         def block_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            evaluation, outcome = self.model.evaluation, self.outcome
-            assert evaluation is not None
-            self._plan = self._outer_plan = None
+            evaluation = self.evaluation
             if self.index == 0:
                 evaluation.stack_plan = evaluation.stack_tokens = evaluation.stack_merged = None
-            outcome.has_run = True
-            if outcome.plan is None:
-                outcome.before = x.shape[1]
-            if evaluation.stack_plan is not None:
-                return self._run_in_stack(forward, x, *args, **kwargs)
-            grid = self._grid_to_merge(evaluation, x, args, kwargs)
-            if grid is None:
-                return forward(x, *args, **kwargs)
-            in_modules = config.scope == "module" or self.merges_only_keys
-            if not in_modules and self._is_patched(*args, **kwargs):
-                outcome.is_patched = in_modules = True
-            if in_modules:
-                if config.merge_attn or config.merge_crossattn or config.merge_mlp:
-                    outcome.reason = reasons.ATTENTION_REPLACED
-                    self._plan = self.plan_of(x, grid, self._growth)
-                else:
-                    outcome.reason = reasons.ALL_OFF
-                return forward(x, *args, **kwargs)
-            plan = self.plan_of(x, grid, self._growth_in_stacks)
-            if plan is None:
-                return forward(x, *args, **kwargs)
-            merged = plan.merge(x)
-            if self._begins_stack(*args, **kwargs):
-                evaluation.stack_plan, evaluation.stack_tokens = plan, x
-                evaluation.stack_merged = merged
-                if evaluation.has_whole_stacks:
-                    self._weigh_stack(plan, x, kwargs)
-                return self._run_in_stack(forward, merged, *args, **kwargs)
-            outcome.merged(x.shape[1], plan)
-            self._outer_plan = plan
-            # Only the change is unmerged, so that every token keeps its difference from the mean.
-            return plan.add_change(x, merged, forward(merged, *args, **kwargs))
+            y = self._run_merged(forward, x, *args, **kwargs)
+            if self._is_last:
+                if evaluation.stack_weights is not None:
+                    evaluation.stack_weights.take_off(kwargs)
+                    evaluation.stack_weights = None
+                evaluation.stack_plan = evaluation.stack_tokens = evaluation.stack_merged = None
+            return y
 
         return block_forward
+
+    def _run_merged(self, forward: Forward, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the block so that it merges what it is to merge."""
+        evaluation, outcome, config = self.evaluation, self.outcome, self.model.config
+        self._plan = self._outer_plan = None
+        outcome.has_run = True
+        if outcome.plan is None:
+            outcome.before = x.shape[1]
+        if evaluation.stack_tokens is not None:
+            return self._run_in_stack(forward, x, *args, **kwargs)
+        grid = self._grid_to_merge(evaluation, x, args, kwargs)
+        if grid is None:
+            return forward(x, *args, **kwargs)
+        in_modules = config.scope == "module" or self.merges_only_keys
+        if not in_modules and self._is_patched(*args, **kwargs):
+            outcome.is_patched = in_modules = True
+        if in_modules:
+            if config.merge_attn or config.merge_crossattn or config.merge_mlp:
+                outcome.reason = reasons.ATTENTION_REPLACED
+                self._plan = plan = self._plan_of_modules(x, grid)
+                if plan is not None and self._weighs_stack(evaluation):
+                    outcome.plan = plan
+                    self._weigh_stack(plan, x, kwargs)
+            else:
+                outcome.reason = reasons.ALL_OFF
+            return forward(x, *args, **kwargs)
+        plan = self.plan_of(x, grid, self._growth_in_stacks)
+        if plan is None:
+            return forward(x, *args, **kwargs)
+        merged = plan.merge(x)
+        if self._begins_stack(*args, **kwargs):
+            evaluation.stack_plan, evaluation.stack_tokens = plan, x
+            evaluation.stack_merged = merged
+            if self._weighs_stack(evaluation):
+                self._weigh_stack(plan, x, kwargs)
+            return self._run_in_stack(forward, merged, *args, **kwargs)
+        outcome.merged(x.shape[1], plan)
+        self._outer_plan = plan
+        # Only the change is unmerged, so that every token keeps its difference from the mean.
+        return plan.add_change(x, merged, forward(merged, *args, **kwargs))
+
+    def _plan_of_modules(self, x: Tensor, grid: Grid) -> Plan | None:
+        """The plan of what merges in the modules; where only keys do, that of the stack."""
+        evaluation = self.evaluation
+        if not (self.merges_only_keys and self.has_plan_of_stack):
+            return self.plan_of(x, grid, self._growth)
+        if evaluation.stack_plan is None or not evaluation.stack_plan.fits(x):
+            evaluation.stack_plan = self.plan_of(x, grid, self._growth)
+        self.outcome.grid = grid
+        return evaluation.stack_plan
 
     def _run_in_stack(self, forward: Forward, merged: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the block on tokens that its stack has merged."""
@@ -188,19 +215,13 @@ class ModuleBlock(Block):
         self.outcome.merged(x.shape[1], plan)
         self._outer_plan = plan
         y: Tensor = forward(merged, *args, **kwargs)
-        if not self._is_last:
-            return y
-        if evaluation.stack_weights is not None:
-            evaluation.stack_weights.take_off(kwargs)
-            evaluation.stack_weights = None
-        evaluation.stack_plan = evaluation.stack_tokens = evaluation.stack_merged = None
-        return plan.add_change(x, before, y)
+        return plan.add_change(x, before, y) if self._is_last else y
 
     def _begins_stack(self, *args: Any, **kwargs: Any) -> bool:
         """Whether the block is the first of a stack that can run as one on merged tokens."""
         return (
             self.index == 0
-            and self.runs_as_one_stack
+            and self.has_plan_of_stack
             and (
                 self.evaluation.is_unpatched
                 or not any(
@@ -266,6 +287,20 @@ class ModuleBlock(Block):
             if plan is None or not config.merge_attn or not self._takes(plan, x, kwargs):
                 return forward(x, *args, **kwargs)
             return self._attend_on_merged(forward, plan, x, *args, **kwargs)
+
+        return attention_forward
+
+    def _run_on_keys_of_stack(self, forward: Forward) -> Forward:
+        model = self.model
+
+        def attention_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            evaluation = model.evaluation
+            plan = None if evaluation is None else evaluation.stack_plan
+            if plan is None or args or not plan.fits(x):
+                return forward(x, *args, **kwargs)
+            # As no other code patches the block, keys and values are made from ``x``.
+            kwargs["value"], kwargs["context"] = plan.merge_keys(x)
+            return forward(x, **kwargs)
 
         return attention_forward
 
@@ -336,6 +371,10 @@ class ModuleBlock(Block):
 
         return attention
 
+    def _weighs_stack(self, evaluation: Evaluation) -> bool:
+        """Whether the block is to weigh keys for its whole stack, whose blocks run untouched."""
+        return self.index == 0 and self.has_plan_of_stack and evaluation.is_untouched
+
     def _weigh_stack(self, plan: Plan, x: Tensor, kwargs: dict[str, Any]) -> None:
         """Weigh keys in all self-attentions of the stack, which begins."""
         weights = self.weights(plan.log_sizes, x) if self._attends_to_itself else None
@@ -368,12 +407,12 @@ class ModuleBlock(Block):
 
 
 def merges_only_keys(config: ToMeConfig, level: int, shallowest: int) -> bool:
-    """Whether only keys and values merge at a level although the scope is stacks.
+    """Whether a preset merges only keys and values at a level.
 
-    So it is under presets in the largest maps that have attention, at the level ``shallowest``:
+    Under *fast* it is so in the largest maps that have attention, at the level ``shallowest``:
     there, whole stacks change pictures most (benchmarks/FIDELITY.md).
     """
-    return config.scope == "stack" and config.grows and level == shallowest
+    return config.grows and (config.scope == "module" or level == shallowest)
 
 
 def is_masked(kwargs: Mapping[str, Any], masks: Iterable[str]) -> bool:

@@ -28,7 +28,7 @@ class BlockWork:
     Attributes:
         level: how many times smaller than the latent its feature map is.
         channels: the channels of all heads of self-attention; 0 if it attends to text instead.
-        only_keys: whether only keys and values merge although the scope is stacks.
+        only_keys: whether a preset merges only its keys and values.
         queries, keys, cross, mlp: for a token, in the linear layers that make the queries and the
             output of self-attention, in those that make keys and values, in cross-attention but for
             the text's, and in the feed-forward network.

@@ -48,12 +48,13 @@ class Counts(Observer):
             if outcome.grid is not None and outcome.grid.frames > self.frames:
                 self.frames = outcome.grid.frames
             if outcome.plan is not None:
-                merged = outcome.before, outcome.block, outcome.plan.slot_count
+                after = outcome.plan.slot_count
+                merged = outcome.before, outcome.block, after
                 has_merged = True
                 if merged not in self._seen:
                     self._seen.add(merged)
                     by_block = self.merged.setdefault(outcome.before, {})
-                    by_block.setdefault(outcome.block, set()).add(outcome.after)
+                    by_block.setdefault(outcome.block, set()).add(after)
             elif outcome.reason is not None:
                 self._reasons[outcome.reason] += 1
             if outcome.unweighted_reason is not None:

@@ -120,7 +120,7 @@ class StackOverride:
         self._weights = weights
         # If a prompt has as many tokens as the stack, its attention is every second one.
         self._takes_turns = context is not None and context.shape[1] == weights.sizes.shape[1]
-        self._is_cross = self._is_called = False
+        self._is_cross = False
         self._theirs = options.get(OVERRIDE)
         weights.note(reasons.OTHER_ATTENTION)
         options[OVERRIDE] = self.override
@@ -145,16 +145,17 @@ class StackOverride:
     ) -> Tensor:
         weights, theirs = self._weights, self._theirs
         is_cross = self._is_cross
-        self._is_cross = self._takes_turns and not is_cross
+        if self._takes_turns:
+            self._is_cross = not is_cross
         if is_cross or mask is not None or not fits(weights, k):
             if theirs is not None:
                 func = partial(theirs, func)
             return func(q, k, v, heads, mask=mask, **kwargs)
         if theirs is not None:
             return attend(weights, func, theirs, None, q, k, v, heads, kwargs)
-        if not self._is_called:
-            self._is_called = True
-            weights.note(None)
+        if func is weights.masked:
+            return func(q, k, v, heads, mask=weights.mask, **kwargs)
+        weights.note(None)
         return weighed(weights, func, None, None, q, k, v, heads, kwargs)
 
 

@@ -5,7 +5,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..random_picks import MULTIPLIERS
 from .shared import (
     has_fast_products,
     operator,
@@ -26,15 +25,14 @@ _MANY = 48
 _WARPS, _WARPS_OF_FLOAT32 = 8, 16
 _CHANNELS, _FEW_CHANNELS = 32, 16
 
-_FIRST, _SECOND, _THIRD = (tl.constexpr(multiplier) for multiplier in MULTIPLIERS)
-
 
 @triton.jit
 def _scramble(bits):
     """:func:`tome_nodes.ops.random_picks.scramble` of uint32 values."""
-    bits = (bits ^ (bits >> 16)) * tl.full((), _FIRST, tl.uint32)
-    bits = (bits ^ (bits >> 16)) * tl.full((), _SECOND, tl.uint32)
-    bits = (bits ^ (bits >> 16)) * tl.full((), _THIRD, tl.uint32)
+    # As numbers, since Triton compares the globals of a kernel before each launch.
+    bits = (bits ^ (bits >> 16)) * tl.full((), 0x7C3A95D3, tl.uint32)
+    bits = (bits ^ (bits >> 16)) * tl.full((), 0x5D1B6E4B, tl.uint32)
+    bits = (bits ^ (bits >> 16)) * tl.full((), 0x6A09E667, tl.uint32)
     return bits ^ (bits >> 15)
 
 

@@ -43,7 +43,9 @@ def operator(
         failed: set[tuple[Any, ...]] = set()
 
         @wraps(launcher)
-        def launch(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return own(*args, **kwargs)
             if not (failed and _kind(args, kwargs) in failed):
                 try:
                     return launcher(*args, **kwargs)
@@ -68,14 +70,8 @@ def operator(
                 return tuple(tensor.contiguous() for tensor in result)
             return result.contiguous()
 
-        own = torch.library.custom_op(f"tome_nodes::{name}", launch, mutates_args=())
+        own = torch.library.custom_op(f"tome_nodes::{name}", call, mutates_args=())
         own.register_fake(shapes)
-
-        @wraps(launcher)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
-                return own(*args, **kwargs)
-            return launch(*args, **kwargs)
 
         return call
 
