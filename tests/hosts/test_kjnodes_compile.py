@@ -72,22 +72,23 @@ def _without_options(guards):
     return ["transformer_options" not in guard.name for guard in guards]
 
 
-def preset(name):
-    # Stacks are to merge at the only level, too.
-    return ToMeConfig(**settings_of(name, {}) | {"min_tokens": 1, "grows": False})
+def preset(name, **changes):
+    return ToMeConfig(**settings_of(name, {}) | {"min_tokens": 1} | changes)
 
 
 @pytest.mark.newest_only
 @pytest.mark.parametrize(
     ("kind", "config", "steps", "plain_graphs", "own_graphs"),
     [
-        ("sd15", preset("fast"), 3, 1, 1),
+        ("sd15", preset("balanced"), 3, 1, 1),
+        # Whole stacks merge at the only level, too.
+        ("sd15", preset("fast", grows=False), 3, 1, 1),
         # A graph for each class of blocks.
         ("flux", preset("balanced"), 8, 2, 0),
         # A graph for each block that merges.
         ("flux", keys_only(), 3, 2, 4),
     ],
-    ids=["sd15 fast", "flux balanced", "flux keys"],
+    ids=["sd15 balanced", "sd15 fast", "flux balanced", "flux keys"],
 )
 def test_a_model_and_its_clones_keep_their_whole_graphs(
     shallow, models, fresh_compiler, kind, config, steps, plain_graphs, own_graphs
