@@ -170,13 +170,9 @@ class Run:
         ratio = ratio_at(config, moment.progress)
         model = self.model
         is_untouched = (
-            is_unpatched
-            and not torch.is_grad_enabled()
-            and not model.observer.follows_blocks
+            is_unpatched and not torch.is_grad_enabled() and not model.observer.follows_blocks
         )
-        return Evaluation(
-            engine, ratio, latent, model.deepest(latent), is_unpatched, is_untouched
-        )
+        return Evaluation(engine, ratio, latent, model.deepest(latent), is_unpatched, is_untouched)
 
     def _engine(self, device: torch.device, dtype: torch.dtype) -> Engine:
         place = device, dtype

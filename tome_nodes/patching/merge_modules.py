@@ -176,8 +176,7 @@ class ModuleBlock(Block):
             if config.merge_attn or config.merge_crossattn or config.merge_mlp:
                 outcome.reason = reasons.ATTENTION_REPLACED
                 self._plan = plan = self._plan_of_modules(x, grid)
-                if plan is not None and self._weighs_stack(evaluation):
-                    outcome.plan = plan
+                if plan is not None and self.index == 0 and self.has_plan_of_stack:
                     self._weigh_stack(plan, x, kwargs)
             else:
                 outcome.reason = reasons.ALL_OFF
@@ -189,8 +188,7 @@ class ModuleBlock(Block):
         if self._begins_stack(*args, **kwargs):
             evaluation.stack_plan, evaluation.stack_tokens = plan, x
             evaluation.stack_merged = merged
-            if self._weighs_stack(evaluation):
-                self._weigh_stack(plan, x, kwargs)
+            self._weigh_stack(plan, x, kwargs)
             return self._run_in_stack(forward, merged, *args, **kwargs)
         outcome.merged(x.shape[1], plan)
         self._outer_plan = plan
@@ -371,15 +369,16 @@ class ModuleBlock(Block):
 
         return attention
 
-    def _weighs_stack(self, evaluation: Evaluation) -> bool:
-        """Whether the block is to weigh keys for its whole stack, whose blocks run untouched."""
-        return self.index == 0 and self.has_plan_of_stack and evaluation.is_untouched
-
     def _weigh_stack(self, plan: Plan, x: Tensor, kwargs: dict[str, Any]) -> None:
-        """Weigh keys in all self-attentions of the stack, which begins."""
+        """Weigh keys in all self-attentions of the stack, which begins, if its blocks run
+        untouched."""
+        evaluation = self.evaluation
+        if not evaluation.is_untouched:
+            return
+        self.outcome.plan = plan
         weights = self.weights(plan.log_sizes, x) if self._attends_to_itself else None
         if weights is not None and self._weighs is not None:
-            self.evaluation.stack_weights = self._weighs
+            evaluation.stack_weights = self._weighs
             self._weighs.put_on(kwargs, weights)
 
     def _weigh(self, plan: Plan, x: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
