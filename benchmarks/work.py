@@ -25,8 +25,10 @@ from tome_nodes.patching.blocks import Observer, PatchedModel  # noqa: E402
 from tome_nodes.patching.evaluation import LEAST_SAVED  # noqa: E402
 from tome_nodes.settings.config import ToMeConfig  # noqa: E402
 from tome_nodes.settings.presets import settings_of  # noqa: E402
+from tome_nodes.strategies import strategy_class  # noqa: E402
 from tome_nodes.strategies.cells import (  # noqa: E402
     GROWTH_OF_KEYS,
+    GROWTH_OF_KEYS_IN_FAST,
     GROWTH_OF_STACKS,
     share_of,
 )
@@ -90,21 +92,25 @@ def _patched(network: nn.Module, preset: str) -> PatchedModel:
 def plot() -> None:
     """Plot the share of tokens that stays by the side of a map."""
     ratios = {0.4: "--", 0.6: "-", 0.75: ":"}
+    fast = ToMeConfig(**settings_of("fast", {}))
+    most = strategy_class(fast).ratio_cap(fast)
     sides = np.geomspace(32, 256, 97)
-    figure, axis = plt.subplots(figsize=(8, 5))
+    figure, axis = plt.subplots(figsize=(10, 5))
     curves = (
-        ("keys and values", GROWTH_OF_KEYS, "tab:blue"),
-        ("whole stacks (fast)", GROWTH_OF_STACKS, "tab:orange"),
+        ("keys and values, balanced", GROWTH_OF_KEYS, "tab:blue"),
+        ("keys and values, fast", GROWTH_OF_KEYS_IN_FAST, "tab:green"),
+        ("whole stacks, fast", GROWTH_OF_STACKS, "tab:orange"),
     )
     for name, growth, colour in curves:
         for ratio, line in ratios.items():
-            kept = [1 - share_of(ratio, round(side) ** 2, growth) for side in sides]
+            shares = [share_of(ratio, round(side) ** 2, growth) for side in sides]
+            kept = [1 - min(share, most) for share in shares]
             axis.plot(sides, kept, color=colour, ls=line, label=f"{name}, ratio {ratio:g}")
     axis.set_xscale("log", base=2)
     axis.set_xticks([32, 64, 128, 256], ["32x32", "64x64", "128x128", "256x256"])
     axis.set(xlabel="tokens of the map", ylabel="share that stays", ylim=(0, 0.7))
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=8)
+    axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     figure.tight_layout()
     webp.save_figure(figure, RESULTS / "kept-tokens.webp", 110)
     plt.close(figure)

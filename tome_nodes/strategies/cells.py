@@ -19,9 +19,9 @@ LEAST = 768
 """From this many tokens on, merging a feature map can pay off: SDXL's smallest maps with attention
 have about 1,000 at the sizes that it was trained on."""
 
-GROWTH_OF_KEYS, GROWTH_OF_STACKS = 0.76, 0.2
-"""How fast the share that merges grows with a map, of keys and values and of all tokens of a stack
-(benchmarks/FIDELITY.md)."""
+GROWTH_OF_KEYS, GROWTH_OF_KEYS_IN_FAST, GROWTH_OF_STACKS = 0.76, 2.0, 0.2
+"""How fast the share that merges grows with a map: of keys and values under *balanced* and under
+*fast*, and of all tokens of a stack (benchmarks/FIDELITY.md)."""
 
 # Further sizes of cells, height and width, for shares that the configured ones do not allow.
 _LARGER_CELLS = ((2, 4), (4, 4), (4, 8), (8, 8))
@@ -137,7 +137,9 @@ def growth_of(config: ToMeConfig, in_stacks: bool) -> float:
     """How fast the share that merges grows: of all tokens of a stack, or of keys and values."""
     if not config.grows:
         return 0.0
-    return GROWTH_OF_STACKS if in_stacks else GROWTH_OF_KEYS
+    if in_stacks:
+        return GROWTH_OF_STACKS
+    return GROWTH_OF_KEYS if config.scope == "module" else GROWTH_OF_KEYS_IN_FAST
 
 
 def _cell_sizes(config: ToMeConfig, frames: int) -> list[tuple[int, int]]:
