@@ -1,10 +1,12 @@
 """The attach to real ComfyUI models: what merges, what is left alone, what is left behind."""
 
 import re
+from types import MethodType
 
 import comfy.model_management
 import pytest
 import torch
+from comfy.ldm.modules.attention import BasicTransformerBlock
 from comfy.patcher_extension import WrappersMP
 from common import ALL_MODULES, Shuffle, input_lengths, relative_error
 from host import (
@@ -31,7 +33,12 @@ from tome_nodes.settings.config import OPTIONS, ToMeConfig
 from tome_nodes.settings.presets import settings_of
 from tome_nodes.strategies.window import WindowStrategy
 
-IN_EVERY_SCOPE = [{"attn_tokens": "q,k,v"}, {"attn_tokens": "k,v"}, {"scope": "stack"}]
+IN_EVERY_SCOPE = [
+    {"attn_tokens": "q,k,v"},
+    {"attn_tokens": "k,v"},
+    {"attn_tokens": "k,v", "grows": True},
+    {"scope": "stack"},
+]
 
 
 def sample_tiny(model, kind, steps=2, **options):
@@ -226,7 +233,9 @@ def test_fast_compiles_to_one_graph_where_keys_merge_at_one_level_and_stacks_at_
 @pytest.mark.parametrize(
     "settings", [{"scope": "stack"}, {"attn_tokens": "k,v", "grows": True}], ids=str
 )
-@pytest.mark.parametrize(("text", "has_override"), [(20, True), (24, False), (96, False)])
+@pytest.mark.parametrize(
+    ("text", "has_override"), [(20, True), (24, False), (96, False), (96, True)]
+)
 def test_blocks_that_run_untouched_weigh_keys_as_blocks_that_are_followed(
     models, settings, text, has_override
 ):
@@ -256,6 +265,31 @@ def test_blocks_that_run_untouched_weigh_keys_as_blocks_that_are_followed(
     merged = {before: [*blocks.values()] for before, blocks in counts[0].merged.items()}
     assert merged == {192: [{96}] * 3, 48: [{24}] * 8}
     assert masks == seen and any(masks) == has_override
+
+
+@pytest.mark.parametrize("has_reference", [True, False])
+def test_a_block_that_other_code_replaced_attends_to_what_it_asks_for(sd15, has_reference):
+    """As nodes do that add tokens of a reference; they may leave out the options, too."""
+
+    def forward(self, x, context=None, transformer_options=None):
+        n = self.norm1(x)
+        keys = torch.cat([n, 3 * n.flip(1)], 1) if has_reference else None
+        x = x + self.attn1(n, context=keys)
+        x = x + self.attn2(self.norm2(x), context=context)
+        return x + self.ff(self.norm3(x))
+
+    theirs = sd15.clone()
+    for name, module in sd15.model.named_modules():
+        if isinstance(module, BasicTransformerBlock):
+            theirs.add_object_patch(f"{name}.forward", MethodType(forward, module))
+    config = merging(strategy="window", attn_tokens="k,v", grows=True)
+    untouched, followed = (
+        sample(attach(theirs, config, wants_details=lambda wanted=wanted: wanted), steps=2)
+        for wanted in (False, True)
+    )
+    assert torch.equal(untouched, followed)
+    error = relative_error(untouched, sample(theirs, steps=2))
+    assert error < 1e-6 if has_reference else error > 1e-6
 
 
 @pytest.mark.parametrize(

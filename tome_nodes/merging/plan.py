@@ -39,8 +39,7 @@ class Grid(NamedTuple):
 class Plan:
     """A partition of a sample's tokens into slots, for every sample. No slot is empty.
 
-    Nothing changes a plan. It is not frozen, since one is made in every block, and frozen ones are
-    slow to make.
+    Nothing changes a plan. It is not frozen, since many are made, and frozen ones are slow to make.
 
     Attributes:
         slot_of_token: ``[batch, tokens]`` int64, slots numbered over the whole batch.

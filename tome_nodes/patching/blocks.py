@@ -115,6 +115,9 @@ class StackWeights(Protocol):
     def put_on(self, called: dict[str, Any], weights: KeyWeights) -> None:
         """Weigh keys from now on; ``called`` are the keyword arguments of the first block."""
 
+    def reaches(self, called: dict[str, Any]) -> bool:
+        """Whether it will weigh the keys of an attention with these keyword arguments."""
+
     def take_off(self, called: dict[str, Any]) -> None:
         """Weigh no keys any more; ``called`` are the keyword arguments of the last block."""
 
@@ -129,15 +132,15 @@ class Evaluation:
         latent: the grid at level 1, of the latent or of the part of it that is evaluated.
         deepest: how many times smaller than the latent the smallest grid that merges is.
         is_unpatched: whether no other code patches the inside of blocks, as the host knows before.
-        is_untouched: whether the blocks of a stack with one plan run untouched: but for its first
-            and its last, and where only keys merge, self-attention.
+        weighs_stacks: whether the keys of a stack with one plan are weighed for all its blocks at
+            once. Of a whole stack that merges, only the first and the last are then overridden.
         feature_map: the shape ``[batch, channels, height, width]`` of the feature map of the
             running stack, where the host does not pass it on to blocks.
         stack_plan: the plan of the running stack if it has one for all blocks; else None.
         stack_tokens: the tokens that entered the running stack, ``[batch, tokens, channels]``, if
             it runs as one; else None.
         stack_merged: ``stack_tokens`` merged, if the stack runs as one; else None.
-        stack_weights: what weighs the keys of the running stack, if its blocks run untouched.
+        stack_weights: what weighs the keys of the running stack at once; None if each block does.
     """
 
     engine: Engine
@@ -145,7 +148,7 @@ class Evaluation:
     latent: Grid
     deepest: int
     is_unpatched: bool = False
-    is_untouched: bool = False
+    weighs_stacks: bool = False
     feature_map: Sequence[int] | None = None
     stack_plan: Plan | None = None
     stack_tokens: Tensor | None = None
@@ -260,15 +263,15 @@ class PatchedModel:
 
     def overrides(self, evaluation: Evaluation) -> Overrides:
         """What modules run instead of their own methods in an evaluation."""
-        kind = evaluation.deepest, evaluation.is_untouched
+        kind = evaluation.deepest, evaluation.weighs_stacks
         if kind not in self._overrides:
             self._overrides[kind] = Overrides(partial(self._make_overrides, *kind))
         return self._overrides[kind]
 
-    def _make_overrides(self, deepest: int, is_untouched: bool) -> Iterator[Override]:
+    def _make_overrides(self, deepest: int, weighs_stacks: bool) -> Iterator[Override]:
         for block in self.blocks:
             if self.observer.follows_blocks or block.stack.level <= deepest:
-                yield from block.overrides_of_stack() if is_untouched else block.overrides()
+                yield from block.overrides_of_stack() if weighs_stacks else block.overrides()
 
     def too_few(self, tokens: int) -> str:
         """The reason to report if a feature map has too few tokens."""
@@ -282,8 +285,13 @@ class PatchedModel:
             outcome = block.outcome
             if block.index == 0:
                 of_first = outcome
-            elif evaluation.is_untouched and block.has_plan_of_stack and of_first is not None:
-                # The blocks of its stack did the same.
+            elif (
+                evaluation.weighs_stacks
+                and block.has_plan_of_stack
+                and not outcome.has_run
+                and of_first is not None
+            ):
+                # It is not overridden, and did what the first of its stack did.
                 outcome = Outcome(**{**vars(of_first), "block": block.name})
             if outcome.has_run:
                 outcomes.append(outcome)
@@ -355,7 +363,7 @@ class Block:
         raise NotImplementedError
 
     def overrides_of_stack(self) -> list[Override]:
-        """The same while the blocks of stacks with one plan run untouched."""
+        """The same while keys are weighed for whole stacks."""
         return self.overrides()
 
     @property

@@ -169,10 +169,10 @@ class Run:
         engine.strategy.begin(torch.full((), key, dtype=torch.int64, device=device))
         ratio = ratio_at(config, moment.progress)
         model = self.model
-        is_untouched = (
+        weighs_stacks = (
             is_unpatched and not torch.is_grad_enabled() and not model.observer.follows_blocks
         )
-        return Evaluation(engine, ratio, latent, model.deepest(latent), is_unpatched, is_untouched)
+        return Evaluation(engine, ratio, latent, model.deepest(latent), is_unpatched, weighs_stacks)
 
     def _engine(self, device: torch.device, dtype: torch.dtype) -> Engine:
         place = device, dtype

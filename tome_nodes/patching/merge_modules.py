@@ -125,15 +125,11 @@ class ModuleBlock(Block):
         return overrides
 
     def overrides_of_stack(self) -> list[Override]:
-        if not self.has_plan_of_stack or self._weighs is None:
+        if not self.has_plan_of_stack or self.merges_only_keys or self._weighs is None:
             return self.overrides()
-        block, overrides = self.module, []
-        if self.index == 0 or self._is_last:
-            overrides.append((block, "forward", self._run_block(block.forward)))
-        if self.merges_only_keys:
-            attention = block.attn1
-            overrides.append((attention, "forward", self._run_on_keys_of_stack(attention.forward)))
-        return overrides
+        if self.index > 0 and not self._is_last:
+            return []
+        return [(self.module, "forward", self._run_block(self.module.forward))]
 
     def _run_stack(self, forward: Forward) -> Forward:
         def stack_forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -288,20 +284,6 @@ class ModuleBlock(Block):
 
         return attention_forward
 
-    def _run_on_keys_of_stack(self, forward: Forward) -> Forward:
-        model = self.model
-
-        def attention_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            evaluation = model.evaluation
-            plan = None if evaluation is None else evaluation.stack_plan
-            if plan is None or args or not plan.fits(x):
-                return forward(x, *args, **kwargs)
-            # As no other code patches the block, keys and values are made from ``x``.
-            kwargs["value"], kwargs["context"] = plan.merge_keys(x)
-            return forward(x, **kwargs)
-
-        return attention_forward
-
     def _attend_on_merged(
         self,
         attention: Forward,
@@ -336,7 +318,9 @@ class ModuleBlock(Block):
         else:
             if config.proportional_attn:
                 means, context = plan.merge_keys(tokens)
-                kwargs = self._weigh(plan, tokens, kwargs)
+                weights = self.evaluation.stack_weights
+                if weights is None or not weights.reaches(kwargs):
+                    kwargs = self._weigh(plan, tokens, kwargs)
             else:
                 # As in the paper, keys are plain means that count once.
                 means = context = plan.merge(tokens)
@@ -370,14 +354,12 @@ class ModuleBlock(Block):
         return attention
 
     def _weigh_stack(self, plan: Plan, x: Tensor, kwargs: dict[str, Any]) -> None:
-        """Weigh keys in all self-attentions of the stack, which begins, if its blocks run
-        untouched."""
+        """Weigh keys in all self-attentions of the stack, which begins, if the host can."""
         evaluation = self.evaluation
-        if not evaluation.is_untouched:
+        if not (evaluation.weighs_stacks and self._attends_to_itself and self._weighs):
             return
-        self.outcome.plan = plan
-        weights = self.weights(plan.log_sizes, x) if self._attends_to_itself else None
-        if weights is not None and self._weighs is not None:
+        weights = self.weights(plan.log_sizes, x)
+        if weights is not None:
             evaluation.stack_weights = self._weighs
             self._weighs.put_on(kwargs, weights)
 

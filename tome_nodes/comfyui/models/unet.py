@@ -125,6 +125,11 @@ class StackOverride:
         weights.note(reasons.OTHER_ATTENTION)
         options[OVERRIDE] = self.override
 
+    def reaches(self, called: dict[str, Any]) -> bool:
+        """See :class:`tome_nodes.patching.blocks.StackWeights`."""
+        # Another node's block may call its attention without the options.
+        return OVERRIDE in (called.get("transformer_options") or ())
+
     def take_off(self, called: dict[str, Any]) -> None:
         """See :class:`tome_nodes.patching.blocks.StackWeights`."""
         options = called["transformer_options"]
@@ -132,6 +137,8 @@ class StackOverride:
             del options[OVERRIDE]
         else:
             options[OVERRIDE] = self._theirs
+        # The blocks, which are kept for the run, hold this.
+        del self._weights, self._theirs
 
     def override(
         self,
