@@ -38,8 +38,9 @@ def timed(models):
 
 @pytest.fixture
 def timed_unet(sd15, monkeypatch):
-    # Its only level is one whose stacks fast would spare, so presets would change as much.
-    monkeypatch.setattr("tome_nodes.patching.merge_modules.merges_only_keys", lambda *_: False)
+    # Its only level is one whose stacks fast would spare, so both presets would change as much.
+    name = "tome_nodes.patching.merge_modules.merges_only_keys"
+    monkeypatch.setattr(name, lambda config, *_: config.grows and config.scope == "module")
     return Timed(sd15.clone(), sampling_of_unet)
 
 
