@@ -41,6 +41,14 @@ IN_EVERY_SCOPE = [
 ]
 
 
+def untouched_and_followed(model, config):
+    """The model attached to without and with a report, which follows each block."""
+    return [
+        attach(model, config, wants_details=lambda wanted=wanted: wanted)
+        for wanted in (False, True)
+    ]
+
+
 def sample_tiny(model, kind, steps=2, **options):
     """Sample with a tiny UNet; that of videos has its frames in the batch."""
     batch = 3 if kind == "svd" else 1
@@ -251,10 +259,7 @@ def test_blocks_that_run_untouched_weigh_keys_as_blocks_that_are_followed(
     prompts = [comfyui.conditioning(tiny, seed, text) for seed in (5, 6)]
     options = {"size": (24, 32), "steps": 2, "prompts": prompts}
     config = merging(strategy="window", max_downsample=4, **settings)
-    untouched, followed = (
-        attach(model, config, wants_details=lambda wanted=wanted: wanted)
-        for wanted in (False, True)
-    )
+    untouched, followed = untouched_and_followed(model, config)
     expected = comfyui.sample(followed, tiny, **options)
     masks = [*seen]
     seen.clear()
@@ -284,10 +289,7 @@ def test_a_block_that_other_code_replaced_attends_to_what_it_asks_for(has_refere
         if isinstance(module, BasicTransformerBlock):
             theirs.add_object_patch(f"{name}.forward", MethodType(forward, module))
     config = merging(strategy="window", attn_tokens="k,v", grows=True)
-    untouched, followed = (
-        sample(attach(theirs, config, wants_details=lambda wanted=wanted: wanted), steps=2)
-        for wanted in (False, True)
-    )
+    untouched, followed = (sample(m, steps=2) for m in untouched_and_followed(theirs, config))
     assert torch.equal(untouched, followed)
     error = relative_error(untouched, sample(theirs, steps=2))
     assert error < 1e-6 if has_reference else error > 1e-6

@@ -194,12 +194,14 @@ class ModuleBlock(Block):
     def _plan_of_modules(self, x: Tensor, grid: Grid) -> Plan | None:
         """The plan of what merges in the modules; where only keys do, that of the stack."""
         evaluation = self.evaluation
-        if not (self.merges_only_keys and self.has_plan_of_stack):
-            return self.plan_of(x, grid, self._growth)
-        if evaluation.stack_plan is None or not evaluation.stack_plan.fits(x):
-            evaluation.stack_plan = self.plan_of(x, grid, self._growth)
-        self.outcome.grid = grid
-        return evaluation.stack_plan
+        plan = evaluation.stack_plan
+        if plan is not None and plan.fits(x):
+            self.outcome.grid = grid
+            return plan
+        plan = self.plan_of(x, grid, self._growth)
+        if self.merges_only_keys and self.has_plan_of_stack:
+            evaluation.stack_plan = plan
+        return plan
 
     def _run_in_stack(self, forward: Forward, merged: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the block on tokens that its stack has merged."""
