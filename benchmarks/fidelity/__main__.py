@@ -46,7 +46,7 @@ def main() -> None:
     result: dict[str, Any] = {}
     for name, steps, judge, picked in asked(arguments):
         print(f"{name}, {steps} steps", flush=True)
-        rows, pictures = judged(judge, picked, against_many=is_kept)
+        rows, pictures = judged(judge, picked, is_quick=arguments.quick)
         result = with_others(result)
         kept = result.setdefault(name, {}).setdefault(str(steps), {})
         kept |= {option: {"origin": taken, **row} for option, row in rows.items()}
@@ -97,18 +97,18 @@ def asked(arguments: argparse.Namespace) -> Iterator[tuple[str, int, Judge, Sequ
                 option
                 for option in bench.options(steps)
                 if option.name in (arguments.names or [option.name])
-                and (not arguments.quick or _is_quick(option))
+                and (not arguments.quick or _is_quick(option, name))
             ]
             if picked and (arguments.quick or steps in arguments.steps):
                 yield name, steps, bench.make(steps, seeds=arguments.seeds), picked
 
 
-def _is_quick(option: Option) -> bool:
-    return option.kind == page.STEPS or option.name in (*page.IN_SUMMARY, "EasyCache 0.2")
+def _is_quick(option: Option, judge: str) -> bool:
+    return option.kind == page.STEPS or option.name in page.in_summary(judge)
 
 
 def judged(
-    judge: Judge, picked: Sequence[Option], against_many: bool = True
+    judge: Judge, picked: Sequence[Option], is_quick: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Figures and pictures of every option, by name, with the plain model first.
 
@@ -117,19 +117,30 @@ def judged(
     Args:
         judge: paints.
         picked: the options to paint with, besides the plain model.
-        against_many: whether to compare with a run of :data:`MANY` steps as well.
+        is_quick: whether to leave out the comparison with a run of :data:`MANY` steps, and the
+            numbers of steps that are not near one of our presets in time.
     """
-    is_compared = against_many and judge.is_compared_with_many
+    is_compared = judge.is_compared_with_many and not is_quick
     many = judge.pictures(judge.model, MANY) if is_compared else None
     pictures: dict[str, Any] = {}
     rows: dict[str, Any] = {}
     plain = 0.0
-    for option in (Option(page.PLAIN, page.PLAIN), *picked):
+    shorter = [option.steps / judge.steps for option in picked if option.steps]
+    # Fewer steps come last, when the times of our presets are known.
+    ordered = sorted(picked, key=lambda option: option.kind == page.STEPS)
+    for option in (Option(page.PLAIN, page.PLAIN), *(ordered if is_quick else picked)):
+        if (
+            is_quick
+            and option.steps
+            and not page.is_near(option.steps / judge.steps, rows, shorter)
+        ):
+            continue
         model = option.patch(judge.model)
         meter = Meter(judge.tokens, judge.attention)
         with meter.watching(model, option.keys):
             painted = judge.pictures(model, option.steps, option.shrunk)
-        plain = plain or meter.cost
+        if option.name == page.PLAIN:
+            plain, judge.expected = meter.cost, painted
         pictures[option.name] = painted
         row = rows[option.name] = {
             "kind": option.kind,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from itertools import pairwise, product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -54,11 +54,10 @@ PAPER = "q,k,v 0.5, as the paper"
 KEYS75 = "k,v 0.75, window 4x2"
 DEFAULT = "balanced 0.6"
 FAST, FAST_DEFAULT = "fast 0.5", "fast 0.6"
-
-IN_SUMMARY = (TOMESD, TODO, PAPER, KEYS75, DEFAULT, FAST, FAST_DEFAULT)
-"""The rows that the last line needs, besides fewer steps and caches."""
+CACHED = "EasyCache 0.2"
+"""The cache that the last line of a quick run has."""
 ON_SHEET = (
-    *(PLAIN, "6 steps", "3 steps", "EasyCache 0.2", "forecast"),
+    *(PLAIN, "6 steps", "3 steps", CACHED, "forecast"),
     *(TOMESD, TODO, PAPER, DEFAULT, FAST, FAST_DEFAULT),
 )
 """The rows whose pictures are shown."""
@@ -67,6 +66,41 @@ Rows = Mapping[str, Mapping[str, Any]]
 """The figures of every option, by name."""
 Point = tuple[float, float]
 """Time and error."""
+
+
+class Ratio(NamedTuple):
+    """A figure of one row over that of another; the largest of some judges is in the last line."""
+
+    judges: Sequence[str]
+    figure: str
+    name: str
+    other: str
+
+
+_HIRES = tuple(judge for judge in JUDGES if "hires" in judge)
+RATIOS = {
+    "image_error_vs_tomesd": Ratio(("pictures",), "error", DEFAULT, TOMESD),
+    "kv75_error_vs_todo": Ratio(("pictures",), "error", KEYS75, TODO),
+    "fast_error_vs_tomesd": Ratio(("pictures",), "error", FAST, TOMESD),
+    "fast_time": Ratio(("pictures",), "time", FAST, PLAIN),
+    "hires_error_vs_tomesd": Ratio(_HIRES, "error", DEFAULT, TOMESD),
+    "hires_fast_error_vs_tomesd": Ratio(_HIRES, "error", FAST_DEFAULT, TOMESD),
+    "dit_fast_error_vs_paper": Ratio(("image",), "error", FAST, PAPER),
+    "dit_fast_time": Ratio(("image",), "time", FAST, PLAIN),
+    "video_kv_error_vs_todo": Ratio(("video",), "error", KEYS75, TODO),
+    "video_fast_error_vs_todo": Ratio(("video",), "error", FAST, TODO),
+    "video_fast_time": Ratio(("video",), "time", FAST, PLAIN),
+    "video_flicker": Ratio(("video",), "flicker", FAST, TODO),
+    "second_fast_time": Ratio(("second",), "time", FAST, PLAIN),
+}
+"""What the last line compares, besides our presets with fewer steps and caches."""
+
+
+def in_summary(judge: str) -> set[str]:
+    """The rows of a judge that the last line needs, besides fewer steps."""
+    compared = [ratio for ratio in RATIOS.values() if judge in ratio.judges]
+    named = {name for ratio in compared for name in (ratio.name, ratio.other)}
+    return (named or {FAST_DEFAULT}) | {CACHED}
 
 
 def markdown(result: Mapping[str, Mapping[str, Rows]], summary: str) -> str:
@@ -244,42 +278,37 @@ def summary(result: Mapping[str, Mapping[str, Rows]]) -> str:
     of caches, in the same time. Below 1, our preset is the better pick.
     """
 
-    def worst(judge: str, figure: str, name: str, other: str) -> float | None:
-        """The largest ratio of one row's figure to another's, if both were judged."""
-        shares = [
-            rows[name][figure] / rows[other][figure]
-            for rows in result.get(judge, {}).values()
-            if name in rows and other in rows
-        ]
-        return max(shares, default=None)
-
-    def worst_of_hires(name: str) -> float | None:
-        """The largest error over tomesd's, of all judges of second passes at high resolution."""
-        errors = [worst(judge, "error", name, TOMESD) for judge in JUDGES if "hires" in judge]
-        return max((share for share in errors if share is not None), default=None)
-
-    shares: dict[str, float | None] = {
-        "image_error_vs_tomesd": worst("pictures", "error", DEFAULT, TOMESD),
-        "kv75_error_vs_todo": worst("pictures", "error", KEYS75, TODO),
-        "fast_error_vs_tomesd": worst("pictures", "error", FAST, TOMESD),
-        "fast_time": worst("pictures", "time", FAST, PLAIN),
-        "hires_error_vs_tomesd": worst_of_hires(DEFAULT),
-        "hires_fast_error_vs_tomesd": worst_of_hires(FAST_DEFAULT),
-        "dit_fast_error_vs_paper": worst("image", "error", FAST, PAPER),
-        "dit_fast_time": worst("image", "time", FAST, PLAIN),
-        "video_kv_error_vs_todo": worst("video", "error", KEYS75, TODO),
-        "video_fast_error_vs_todo": worst("video", "error", FAST, TODO),
-        "video_fast_time": worst("video", "time", FAST, PLAIN),
-        "video_flicker": worst("video", "flicker", FAST, TODO),
-    }
-    if (time := worst("second", "time", FAST, PLAIN)) is not None:
-        shares["second_pass_speedup"] = 1 / time
+    shares = {label: _worst(ratio, result) for label, ratio in RATIOS.items()}
     for (rival, kind), judge in product((("fewer_steps", STEPS), ("cache", CACHE)), JUDGES):
         known = [best_share(rows, kind) for rows in result.get(judge, {}).values()]
         own = (share for share in known if share is not None)
         shares[f"vs_{rival}_{judge}"] = max(own, default=None)
     words = (f"{name}={share:.2f}" for name, share in shares.items() if share is not None)
     return " ".join(["summary:", *words])
+
+
+def _worst(ratio: Ratio, result: Mapping[str, Mapping[str, Rows]]) -> float | None:
+    """The largest share that was judged; None for none."""
+    shares = [
+        rows[ratio.name][ratio.figure] / rows[ratio.other][ratio.figure]
+        for judge in ratio.judges
+        for rows in result.get(judge, {}).values()
+        if ratio.name in rows and ratio.other in rows
+    ]
+    return max(shares, default=None)
+
+
+def is_near(time: float, rows: Rows, times: Sequence[float]) -> bool:
+    """Whether :func:`best_share` reads the rival of a time, if rivals of ``times`` are judged.
+
+    It reads the rivals just below and just above each of our presets.
+    """
+    for own, _ in points(rows, (OURS,)).values():
+        below = max((each for each in times if each <= own), default=min(times))
+        above = min((each for each in times if each >= own), default=below)
+        if time in (below, above):
+            return True
+    return False
 
 
 def best_share(rows: Rows, kind: str) -> float | None:

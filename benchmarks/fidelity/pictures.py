@@ -129,13 +129,20 @@ class PictureJudge(Judge):
     sampler, scheduler = "dpmpp_2m", "karras"
     decode = staticmethod(denoiser.to_pixels)
 
-    def __init__(self, steps: int, guidance: float = 2.0, seeds: int = 1):
-        self.crops = denoiser.held_out_crops(len(denoiser.NAMES) * seeds)
+    def __init__(
+        self,
+        steps: int,
+        guidance: float = 2.0,
+        seeds: int = 1,
+        photos: int = len(denoiser.NAMES),
+    ):
+        self.photos = photos
+        self.crops = denoiser.held_out_crops(photos * seeds)
         super().__init__(denoiser.load(), steps, guidance, seeds)
 
     def batch(self, seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """A crop of each photo."""
-        count = len(denoiser.NAMES)
+        count = self.photos
         crops = self.crops[seed * count : (seed + 1) * count]
         prompts = torch.stack([denoiser.prompt(crop.photo) for crop in crops])
         return torch.zeros(count, 3, denoiser.SIDE, denoiser.SIDE), prompts, {"crops": crops}
@@ -153,7 +160,7 @@ class HighResolutionJudge(PictureJudge):
     def __init__(self, steps: int, guidance: float = 3.0, seeds: int = 1, photo: int = 0):
         """``photo`` is that of the first seed; see :data:`benchmarks.fidelity.denoiser.NAMES`."""
         super().__init__(steps, guidance, seeds)
-        first = PictureJudge(12, guidance)
+        first = PictureJudge(12, guidance, photos=photo + seeds)
         self.crops = self.crops[photo:]
         pictures = first.latent(first.model, 0)[photo : photo + seeds]
         self._begin = F.interpolate(pictures, scale_factor=2.0, mode="bicubic")

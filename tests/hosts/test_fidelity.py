@@ -40,6 +40,7 @@ def test_the_judge_of_videos_finds_no_error_in_the_plain_model(monkeypatch):
     merged = [picked(strategy="window", scope=scope) for scope in ("module", "stack")]
     rows, shown = fidelity.judged(judge, merged)
     plain = rows[page.PLAIN]
+    assert torch.equal(judge.pictures(judge.model), shown[page.PLAIN])
     assert shown[page.PLAIN].shape == (2, 3, 9, 64, 64)
     assert (plain["error"], plain["ssim"], plain["time"]) == (0, 1, 1)
     assert "flicker" not in plain
@@ -56,6 +57,7 @@ def test_the_judge_of_pictures_finds_no_error_in_the_plain_model(monkeypatch):
     rows, shown = fidelity.judged(judge, [merged])
     assert json.loads(json.dumps(rows)) == rows
     plain, ours = rows[page.PLAIN], rows[merged.name]
+    assert torch.equal(judge.pictures(judge.model), shown[page.PLAIN])
     assert shown[page.PLAIN].shape == (5, 3, 32, 32)
     assert (plain["error"], plain["ssim"]) == (0, 1)
     assert 0 < ours["error"] < 1
@@ -105,6 +107,32 @@ def test_everything_that_saves_time_has_its_cost_and_the_plain_model_no_error(sm
     assert {pictures.shape for pictures in shown.values()} == {(2, 3, 64, 64)}
 
 
+def test_a_quick_run_has_only_the_rivals_that_its_last_line_reads(small, monkeypatch):
+    kinds = page.STEPS, page.OURS
+    compared = [option for option in options.of_transformer(8) if option.kind in kinds]
+    rows, _ = fidelity.judged(small, compared, is_quick=True)
+    rivals = {name: row for name, row in rows.items() if row["kind"] == page.STEPS}
+    assert 0 < len(rivals) < 5
+    assert "error against many" not in rows[page.PLAIN]
+    monkeypatch.setattr(fidelity, "MANY", 9)
+    every, _ = fidelity.judged(small, compared)
+    assert page.best_share(rows, page.STEPS) == page.best_share(every, page.STEPS)
+    assert page.in_summary("video") == {
+        *(page.KEYS75, page.TODO, page.FAST, page.PLAIN, page.CACHED)
+    }
+    assert page.in_summary("edit") == {page.FAST_DEFAULT, page.CACHED}
+
+
+def test_of_two_neighbours_in_time_both_are_read():
+    ours = {"one": row(page.OURS, 0.6, 0.1), "other": row(page.MERGING, 0.9, 0.1)}
+    times = [0.25, 0.5, 0.75, 1.0]
+    assert [time for time in times if page.is_near(time, ours, times)] == [0.5, 0.75]
+    fastest = {"one": row(page.OURS, 0.2, 0.1)}
+    assert [time for time in times if page.is_near(time, fastest, times)] == [0.25]
+    slowest = {"one": row(page.OURS, 0.9, 0.1)}
+    assert [time for time in times[:3] if page.is_near(time, slowest, times[:3])] == [0.75]
+
+
 def test_easycache_does_not_write_into_the_latent_of_a_flow(small):
     """In single precision it would, without a copy."""
     patched = rivals.easy_cache(3.0)(small.model)
@@ -149,7 +177,7 @@ def test_the_summary_takes_the_worst_number_of_steps():
     }
     assert page.summary(result) == (
         "summary: image_error_vs_tomesd=0.25 fast_error_vs_tomesd=0.85 fast_time=1.00 "
-        "second_pass_speedup=1.25 vs_fewer_steps_image=0.50"
+        "second_fast_time=0.80 vs_fewer_steps_image=0.50"
     )
     assert page.summary({}) == "summary:"
 
@@ -185,3 +213,11 @@ def test_a_judge_is_asked_what_the_command_line_says(monkeypatch):
     }
     with pytest.raises(SystemExit, match=r"--names has \['7 leaps'\]; there are .*6 steps"):
         asked("--names", "7 leaps")
+    quick = asked("--quick")
+    assert list(quick) == [
+        *(("pictures", 12), ("hires", 8), ("image", 8), ("few", 4)),
+        *(("second", 8), ("video", 8), ("edit", 8)),
+    ]
+    assert quick["hires", 8] == [
+        *("6 steps", "5 steps", "4 steps", page.TOMESD, page.DEFAULT, page.FAST_DEFAULT)
+    ]
