@@ -115,9 +115,6 @@ class StackWeights(Protocol):
     def put_on(self, called: dict[str, Any], weights: KeyWeights) -> None:
         """Weigh keys from now on; ``called`` are the keyword arguments of the first block."""
 
-    def reaches(self, called: dict[str, Any]) -> bool:
-        """Whether it will weigh the keys of an attention with these keyword arguments."""
-
     def take_off(self, called: dict[str, Any]) -> None:
         """Weigh no keys any more; ``called`` are the keyword arguments of the last block."""
 
@@ -132,14 +129,15 @@ class Evaluation:
         latent: the grid at level 1, of the latent or of the part of it that is evaluated.
         deepest: how many times smaller than the latent the smallest grid that merges is.
         is_unpatched: whether no other code patches the inside of blocks, as the host knows before.
-        weighs_stacks: whether the keys of a stack with one plan are weighed for all its blocks at
-            once. Of a whole stack that merges, only the first and the last are then overridden.
+        weighs_stacks: whether what weighs the keys of a stack with one plan is made once. Of a
+            whole stack that merges, only the first block and the last are then overridden.
         feature_map: the shape ``[batch, channels, height, width]`` of the feature map of the
             running stack, where the host does not pass it on to blocks.
         stack_plan: the plan of the running stack if it has one for all blocks; else None.
         stack_tokens: the tokens that entered the running stack, ``[batch, tokens, channels]``, if
             it runs as one; else None.
         stack_merged: ``stack_tokens`` merged, if the stack runs as one; else None.
+        stack_keys: what the merged keys of the running stack weigh, once that was needed.
         stack_weights: what weighs the keys of the running stack at once; None if each block does.
     """
 
@@ -153,7 +151,12 @@ class Evaluation:
     stack_plan: Plan | None = None
     stack_tokens: Tensor | None = None
     stack_merged: Tensor | None = None
+    stack_keys: KeyWeights | None = None
     stack_weights: StackWeights | None = None
+
+    def forget_stack(self) -> None:
+        """Drop what the blocks of the running stack share."""
+        self.stack_plan = self.stack_tokens = self.stack_merged = self.stack_keys = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -280,19 +283,18 @@ class PatchedModel:
     def outcomes(self, evaluation: Evaluation) -> list[Outcome]:
         """The outcomes of the blocks that ran, completed."""
         outcomes: list[Outcome] = []
-        of_first = None
+        of_first = Outcome("")
         for block in self.blocks:
             outcome = block.outcome
             if block.index == 0:
                 of_first = outcome
-            elif (
-                evaluation.weighs_stacks
-                and block.has_plan_of_stack
-                and not outcome.has_run
-                and of_first is not None
-            ):
-                # It is not overridden, and did what the first of its stack did.
-                outcome = Outcome(**{**vars(of_first), "block": block.name})
+            elif evaluation.weighs_stacks and block.has_plan_of_stack and of_first.has_run:
+                if not outcome.has_run:
+                    # Nothing that it overrides has run, and it did what the first of its stack did.
+                    outcome = Outcome(**{**vars(of_first), "block": block.name})
+                    if block.merges_only_keys and outcome.plan is not None:
+                        outcome.plan, outcome.reason = None, reasons.ATTENTION_REPLACED
+                outcome.unweighted_reason = of_first.unweighted_reason
             if outcome.has_run:
                 outcomes.append(outcome)
         for outcome in outcomes:

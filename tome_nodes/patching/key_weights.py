@@ -171,6 +171,8 @@ def attend(
         return call(q, k, v, heads, mask=bias, **kwargs)
     weights.note(None)
     if theirs is None:
+        if bias is None and func is weights.masked:
+            return func(q, k, v, heads, mask=weights.mask, **kwargs)
         return weighed(weights, func, bias, None, q, k, v, heads, kwargs)
     given = _mask(weights, bias)
 

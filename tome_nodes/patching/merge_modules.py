@@ -125,11 +125,16 @@ class ModuleBlock(Block):
         return overrides
 
     def overrides_of_stack(self) -> list[Override]:
-        if not self.has_plan_of_stack or self.merges_only_keys or self._weighs is None:
+        if not self.has_plan_of_stack or not (self.merges_only_keys or self._weighs):
             return self.overrides()
-        if self.index > 0 and not self._is_last:
-            return []
-        return [(self.module, "forward", self._run_block(self.module.forward))]
+        block = self.module
+        overrides: list[Override] = []
+        if self.index == 0 or (self._is_last and not self.merges_only_keys):
+            overrides.append((block, "forward", self._run_block(block.forward)))
+        if self.merges_only_keys:
+            forward = self._with_source(block.attn1.forward)
+            overrides.append((block.attn1, "forward", self._run_keys_of_stack(forward)))
+        return overrides
 
     def _run_stack(self, forward: Forward) -> Forward:
         def stack_forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -142,13 +147,13 @@ class ModuleBlock(Block):
         def block_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             evaluation = self.evaluation
             if self.index == 0:
-                evaluation.stack_plan = evaluation.stack_tokens = evaluation.stack_merged = None
+                evaluation.forget_stack()
             y = self._run_merged(forward, x, *args, **kwargs)
             if self._is_last:
                 if evaluation.stack_weights is not None:
                     evaluation.stack_weights.take_off(kwargs)
                     evaluation.stack_weights = None
-                evaluation.stack_plan = evaluation.stack_tokens = evaluation.stack_merged = None
+                evaluation.forget_stack()
             return y
 
         return block_forward
@@ -171,9 +176,7 @@ class ModuleBlock(Block):
         if in_modules:
             if config.merge_attn or config.merge_crossattn or config.merge_mlp:
                 outcome.reason = reasons.ATTENTION_REPLACED
-                self._plan = plan = self._plan_of_modules(x, grid)
-                if plan is not None and self.index == 0 and self.has_plan_of_stack:
-                    self._weigh_stack(plan, x, kwargs)
+                self._plan = self._plan_of_modules(x, grid)
             else:
                 outcome.reason = reasons.ALL_OFF
             return forward(x, *args, **kwargs)
@@ -286,6 +289,20 @@ class ModuleBlock(Block):
 
         return attention_forward
 
+    def _run_keys_of_stack(self, forward: Forward) -> Forward:
+        """The forward of a self-attention whose keys and values merge by the plan of its stack."""
+
+        def attention_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            plan = self.evaluation.stack_plan
+            if plan is None:
+                return forward(x, *args, **kwargs)
+            self.outcome.has_run = True
+            if not self._takes(plan, x, kwargs):
+                return forward(x, *args, **kwargs)
+            return self._attend_on_merged(forward, plan, x, *args, **kwargs)
+
+        return attention_forward
+
     def _attend_on_merged(
         self,
         attention: Forward,
@@ -320,9 +337,7 @@ class ModuleBlock(Block):
         else:
             if config.proportional_attn:
                 means, context = plan.merge_keys(tokens)
-                weights = self.evaluation.stack_weights
-                if weights is None or not weights.reaches(kwargs):
-                    kwargs = self._weigh(plan, tokens, kwargs)
+                kwargs = self._weigh(plan, tokens, kwargs)
             else:
                 # As in the paper, keys are plain means that count once.
                 means = context = plan.merge(tokens)
@@ -367,9 +382,15 @@ class ModuleBlock(Block):
 
     def _weigh(self, plan: Plan, x: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The keyword arguments with which a self-attention weighs keys by their tokens."""
-        weights = self.weights(plan.log_sizes, x)
+        evaluation = self.evaluation
+        is_of_stack = evaluation.weighs_stacks and plan is evaluation.stack_plan
+        weights = evaluation.stack_keys if is_of_stack else None
         if weights is None:
-            return kwargs
+            weights = self.weights(plan.log_sizes, x)
+            if weights is None:
+                return kwargs
+            if is_of_stack:
+                evaluation.stack_keys = weights
         if self.record.weigh_keys is None:
             weights.note(reasons.NO_WEIGHTS)
             return kwargs

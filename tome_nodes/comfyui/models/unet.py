@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ... import reasons
 from ...merging.plan import Grid
-from ...patching.key_weights import Attention, KeyWeights, attend, fits, weighed
+from ...patching.key_weights import Attention, KeyWeights, attend, fits
 from ...patching.merge_modules import UNetRecord, layers_by_level
 from ...settings.config import ToMeConfig
 from .base import OVERRIDE, takes
@@ -125,11 +125,6 @@ class StackOverride:
         weights.note(reasons.OTHER_ATTENTION)
         options[OVERRIDE] = self.override
 
-    def reaches(self, called: dict[str, Any]) -> bool:
-        """See :class:`tome_nodes.patching.blocks.StackWeights`."""
-        # Another node's block may call its attention without the options.
-        return OVERRIDE in (called.get("transformer_options") or ())
-
     def take_off(self, called: dict[str, Any]) -> None:
         """See :class:`tome_nodes.patching.blocks.StackWeights`."""
         options = called["transformer_options"]
@@ -158,12 +153,7 @@ class StackOverride:
             if theirs is not None:
                 func = partial(theirs, func)
             return func(q, k, v, heads, mask=mask, **kwargs)
-        if theirs is not None:
-            return attend(weights, func, theirs, None, q, k, v, heads, kwargs)
-        if func is weights.masked:
-            return func(q, k, v, heads, mask=weights.mask, **kwargs)
-        weights.note(None)
-        return weighed(weights, func, None, None, q, k, v, heads, kwargs)
+        return attend(weights, func, theirs, None, q, k, v, heads, kwargs)
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,14 @@
 """Matching within windows: from the features of tokens to the arrays of a plan."""
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .shared import (
+    Launch,
     has_fast_products,
     operator,
     padded,
@@ -289,19 +292,24 @@ def match_windows(
     """
     require_tokens(features, "features")
     batch, tokens, channels = features.shape
-    down, across = height // sy // high, width // sx // wide
-    inside = high * sy * wide * sx
-    block, cells = padded(inside), padded(high * wide)
-    slot_of_token = torch.empty(batch, tokens, dtype=torch.int64, device=features.device)
-    order = torch.empty(batch * tokens, dtype=torch.int64, device=features.device)
-    slots = tokens - down * across * quota
-    offsets = torch.empty(batch * slots, dtype=torch.int64, device=features.device)
-    log_sizes = torch.empty(batch, slots, dtype=torch.float32, device=features.device)
-    left_over = -(-(tokens - down * across * inside) // block)
-    is_float32 = features.dtype == torch.float32
-    most_warps = _WARPS_OF_FLOAT32 if is_float32 else _WARPS
+    device = features.device
+    cut = height, width, sy, sx, high, wide, quota
+    grid, numbers = _launch(
+        batch,
+        tokens,
+        channels,
+        cut,
+        key is not None,
+        features.dtype == torch.float32,
+        has_fast_products(device),
+    )
+    slots = tokens - numbers["windows_down"] * numbers["windows_across"] * quota
+    slot_of_token = torch.empty(batch, tokens, dtype=torch.int64, device=device)
+    order = torch.empty(batch * tokens, dtype=torch.int64, device=device)
+    offsets = torch.empty(batch * slots, dtype=torch.int64, device=device)
+    log_sizes = torch.empty(batch, slots, dtype=torch.float32, device=device)
     with torch.cuda.device_of(features):
-        match_windows_kernel[(down * across + left_over, batch)](
+        match_windows_kernel[grid](
             features=features,
             key=key,
             slot_of_token=slot_of_token,
@@ -309,24 +317,49 @@ def match_windows(
             offsets=offsets,
             log_sizes=log_sizes,
             **strides(features),
-            tokens=tokens,
-            width=width,
-            cells_down=height // sy,
-            cells_across=width // sx,
-            windows_down=down,
-            windows_across=across,
-            high=high,
-            wide=wide,
-            quota=quota,
-            SY=sy,
-            SX=sx,
-            RANDOM=key is not None,
-            TOKENS=block,
-            CELLS=cells,
-            ALL_CHANNELS=channels,
-            CHANNELS=_FEW_CHANNELS if is_float32 or channels < _MANY else _CHANNELS,
-            # Without tensor cores, products of half precision are less exact.
-            WIDENS=not has_fast_products(features.device),
-            num_warps=min(most_warps, max(4, block * cells // _PAIRS_OF_A_WARP)),
+            **numbers,
         )
     return slot_of_token, order, offsets, log_sizes
+
+
+@lru_cache(maxsize=64)
+def _launch(
+    batch: int,
+    tokens: int,
+    channels: int,
+    cut: tuple[int, ...],
+    is_random: bool,
+    is_float32: bool,
+    has_tensor_cores: bool,
+) -> Launch:
+    """How the kernel is launched; ``cut`` is the arguments from ``height`` to ``quota``."""
+    height, width, sy, sx, high, wide, quota = cut
+    down, across = height // sy // high, width // sx // wide
+    inside = high * sy * wide * sx
+    block, cells = padded(inside), padded(high * wide)
+    left_over = -(-(tokens - down * across * inside) // block)
+    most_warps = _WARPS_OF_FLOAT32 if is_float32 else _WARPS
+    return Launch(
+        (down * across + left_over, batch),
+        {
+            "tokens": tokens,
+            "width": width,
+            "cells_down": height // sy,
+            "cells_across": width // sx,
+            "windows_down": down,
+            "windows_across": across,
+            "high": high,
+            "wide": wide,
+            "quota": quota,
+            "SY": sy,
+            "SX": sx,
+            "RANDOM": is_random,
+            "TOKENS": block,
+            "CELLS": cells,
+            "ALL_CHANNELS": channels,
+            "CHANNELS": _FEW_CHANNELS if is_float32 or channels < _MANY else _CHANNELS,
+            # Without tensor cores, products of half precision are less exact.
+            "WIDENS": not has_tensor_cores,
+            "num_warps": min(most_warps, max(4, block * cells // _PAIRS_OF_A_WARP)),
+        },
+    )

@@ -1,6 +1,7 @@
 """The means of slots, and the means stretched to the mean length of their tokens."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 import triton
@@ -12,6 +13,7 @@ from .shared import (
     BLOCK_CHANNELS,
     BLOCK_ROWS,
     BLOCK_WARPS,
+    Launch,
     operator,
     padded,
     require_tokens,
@@ -155,31 +157,39 @@ def _merge_slots(
     """Means, and means stretched per head; without ``heads``, the means twice."""
     batch, tokens, channels = x.shape
     means = torch.empty(batch, slots, channels, dtype=x.dtype, device=x.device)
+    keys = means if heads is None else torch.empty_like(means)
+    grid, numbers = _launch(batch, tokens, channels, slots, heads)
+    with torch.cuda.device_of(x):
+        merge_kernel[grid](
+            x=x, order=order, offsets=offsets, means=means, keys=keys, **strides(x), **numbers
+        )
+    return means, keys
+
+
+@lru_cache(maxsize=64)
+def _launch(batch: int, tokens: int, channels: int, slots: int, heads: int | None) -> Launch:
+    """How :func:`_merge_slots` launches its kernel for these shapes."""
     if heads is None:
-        keys, head_channels, lanes = means, BLOCK_CHANNELS, BLOCK_CHANNELS
+        head_channels = lanes = BLOCK_CHANNELS
         members, at_once, warps = _MEMBERS, BLOCK_ROWS, BLOCK_WARPS
     else:
-        keys, head_channels = torch.empty_like(means), channels // heads
+        head_channels = channels // heads
         lanes = padded(head_channels)
         members = max(1, min(_MEMBERS, _VALUES_OF_KEYS // lanes))
         at_once = max(1, min(_SLOTS_OF_KEYS, _VALUES_OF_KEYS // (members * lanes)))
         warps = _WARPS_OF_KEYS
-    with torch.cuda.device_of(x):
-        merge_kernel[(-(-slots // at_once), -(-channels // head_channels), batch)](
-            x=x,
-            order=order,
-            offsets=offsets,
-            means=means,
-            keys=keys,
-            **strides(x),
-            tokens=tokens,
-            slots=slots,
-            channels=channels,
-            HEAD_CHANNELS=head_channels,
-            CHANNELS=lanes,
-            SLOTS=at_once,
-            MEMBERS=members,
-            KEYS=heads is not None,
-            num_warps=warps,
-        )
-    return means, keys
+    grid = -(-slots // at_once), -(-channels // head_channels), batch
+    return Launch(
+        grid,
+        {
+            "tokens": tokens,
+            "slots": slots,
+            "channels": channels,
+            "HEAD_CHANNELS": head_channels,
+            "CHANNELS": lanes,
+            "SLOTS": at_once,
+            "MEMBERS": members,
+            "KEYS": heads is not None,
+            "num_warps": warps,
+        },
+    )

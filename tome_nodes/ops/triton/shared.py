@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable
 from functools import lru_cache, wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,6 +22,18 @@ HALF = frozenset({torch.float16, torch.bfloat16})
 
 # Rows, channels and warps of one program: in half precision 16 bytes a thread, whole cache lines.
 BLOCK_ROWS, BLOCK_CHANNELS, BLOCK_WARPS = 8, 64, 2
+
+
+class Launch(NamedTuple):
+    """How a kernel is launched for some shapes.
+
+    Attributes:
+        grid: the programs.
+        numbers: the arguments that are no tensors.
+    """
+
+    grid: tuple[int, ...]
+    numbers: dict[str, Any]
 
 
 def operator(

@@ -5,6 +5,7 @@ the picture, so sums do not depend on the order in which a plan lists them.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 import triton
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from .shared import (
     HALF,
+    Launch,
     capability,
     has_fast_products,
     padded,
@@ -154,13 +156,14 @@ def merge_windows_kernel(
             tl.store(keys + at, (mean * stretch[:, None]).to(keys.dtype.element_ty), mask=mask)
 
 
-def _shape_of_program(device: torch.device, has_keys: bool, channels: int) -> tuple[int, int, int]:
+def _shape_of_program(number: int, has_keys: bool, channels: int) -> tuple[int, int, int]:
     """Slots of a program, tokens times channels that it loads at once, and its warps.
+
+    ``number`` is that of :func:`..shared.capability`.
 
     These are the fastest on an H200. No other GPU was measured. Other GPUs have too few registers
     for four warps, and AMD's have too few for as many slots.
     """
-    number = capability(device)
     if number == 0:
         return 32 if has_keys else 64, 8192, 8
     return 64, 8192 if has_keys else 16384, 4 if number == 90 and channels <= 128 else 8
@@ -190,40 +193,57 @@ def merge_windows(
         Two ``[batch, slots, channels]`` of the dtype of ``x``; without ``heads``, the means twice.
     """
     batch, tokens, channels = x.shape
+    means = torch.empty(batch, slots, channels, dtype=x.dtype, device=x.device)
+    keys = means if heads is None else torch.empty_like(means)
+    grid, numbers = _launch(
+        capability(x.device), batch, tokens, channels, slots, tuple(window), heads
+    )
+    with torch.cuda.device_of(x):
+        merge_windows_kernel[grid](
+            x=x, slot_of_token=slot_of_token, means=means, keys=keys, **strides(x), **numbers
+        )
+    return means, keys
+
+
+@lru_cache(maxsize=64)
+def _launch(
+    number: int,
+    batch: int,
+    tokens: int,
+    channels: int,
+    slots: int,
+    window: tuple[int, int, int],
+    heads: int | None,
+) -> Launch:
+    """How the kernel is launched for these shapes; ``number`` is the compute capability."""
     width, down, across = window
     windows_down, windows_across = tokens // width // down, width // across
     windows = windows_down * windows_across
     beside = tokens - windows * down * across
     slots_of_window = (slots - beside) // windows
     inside = padded(down * across)
-    means = torch.empty(batch, slots, channels, dtype=x.dtype, device=x.device)
-    keys = means if heads is None else torch.empty_like(means)
     head_channels = channels // heads if heads else min(channels, _GROUP)
-    most, values, warps = _shape_of_program(x.device, heads is not None, head_channels)
+    most, values, warps = _shape_of_program(number, heads is not None, head_channels)
     pieces = -(-slots_of_window // most)
     programs = windows * pieces + -(-beside // most)
-    with torch.cuda.device_of(x):
-        merge_windows_kernel[(programs, -(-channels // head_channels), batch)](
-            x=x,
-            slot_of_token=slot_of_token,
-            means=means,
-            keys=keys,
-            **strides(x),
-            tokens=tokens,
-            slots=slots,
-            width=width,
-            down=down,
-            across=across,
-            windows_down=windows_down,
-            windows_across=windows_across,
-            slots_of_window=slots_of_window,
-            pieces=pieces,
-            ALL_CHANNELS=channels,
-            HEAD_CHANNELS=head_channels,
-            CHANNELS=min(padded(head_channels), max(16, values // inside)),
-            SLOTS=most,
-            TOKENS=inside,
-            KEYS=heads is not None,
-            num_warps=warps,
-        )
-    return means, keys
+    return Launch(
+        (programs, -(-channels // head_channels), batch),
+        {
+            "tokens": tokens,
+            "slots": slots,
+            "width": width,
+            "down": down,
+            "across": across,
+            "windows_down": windows_down,
+            "windows_across": windows_across,
+            "slots_of_window": slots_of_window,
+            "pieces": pieces,
+            "ALL_CHANNELS": channels,
+            "HEAD_CHANNELS": head_channels,
+            "CHANNELS": min(padded(head_channels), max(16, values // inside)),
+            "SLOTS": most,
+            "TOKENS": inside,
+            "KEYS": heads is not None,
+            "num_warps": warps,
+        },
+    )
