@@ -295,6 +295,24 @@ def test_a_block_that_other_code_replaced_attends_to_what_it_asks_for(has_refere
     assert error < 1e-6 if has_reference else error > 1e-6
 
 
+def test_a_later_block_without_self_attention_is_not_counted():
+    """SDXL's tiny UNet has 11 blocks in 7 stacks."""
+
+    def forward(self, x, context=None, transformer_options=None):
+        return x + self.ff(self.norm3(x))
+
+    theirs = comfyui.build(UNETS["sdxl"])
+    for name, module in theirs.model.named_modules():
+        if isinstance(module, BasicTransformerBlock) and not name.endswith(".0"):
+            theirs.add_object_patch(f"{name}.forward", MethodType(forward, module))
+    config = merging(strategy="window", attn_tokens="k,v", grows=True, max_downsample=4)
+    for patched in untouched_and_followed(theirs, config):
+        comfyui.sample(patched, UNETS["sdxl"], (24, 32), steps=1)
+        counts = last_run(patched).counts
+        assert counts.merged_blocks == 7
+        assert counts.most_common_reason == reasons.ATTENTION_REPLACED
+
+
 @pytest.mark.parametrize(
     ("settings", "plans"),
     [

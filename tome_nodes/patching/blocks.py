@@ -290,7 +290,7 @@ class PatchedModel:
                 of_first = outcome
             elif evaluation.weighs_stacks and block.has_plan_of_stack and of_first.has_run:
                 if not outcome.has_run:
-                    # Nothing that it overrides has run, and it did what the first of its stack did.
+                    # It is not overridden, or its attention, which is, was not called.
                     outcome = Outcome(**{**vars(of_first), "block": block.name})
                     if block.merges_only_keys and outcome.plan is not None:
                         outcome.plan, outcome.reason = None, reasons.ATTENTION_REPLACED

@@ -169,10 +169,10 @@ def attend(
     if weights is None:
         call = func if theirs is None else partial(theirs, func)
         return call(q, k, v, heads, mask=bias, **kwargs)
+    if bias is None and theirs is None and func is weights.masked:
+        return func(q, k, v, heads, mask=weights.mask, **kwargs)
     weights.note(None)
     if theirs is None:
-        if bias is None and func is weights.masked:
-            return func(q, k, v, heads, mask=weights.mask, **kwargs)
         return weighed(weights, func, bias, None, q, k, v, heads, kwargs)
     given = _mask(weights, bias)
 

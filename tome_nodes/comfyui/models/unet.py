@@ -87,8 +87,9 @@ def weigh_keys(called: dict[str, Any], weights: KeyWeights) -> dict[str, Any]:
     """
     options = called.get("transformer_options") or {}
     theirs = options.get(OVERRIDE)
-    # The override takes it back, if it is called.
-    weights.note(reasons.OTHER_ATTENTION)
+    if weights.masked is None:
+        # The override takes it back, if it is called.
+        weights.note(reasons.OTHER_ATTENTION)
 
     def override(
         func: Attention,
