@@ -120,8 +120,8 @@ class _Launched:
         self.made: dict[int, Any] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def compile_only(**arguments: Any) -> None:
-            binary = self.kernel.warmup(grid=grid, **arguments)
+        def compile_only(*arguments: Any, **options: Any) -> None:
+            binary = self.kernel.warmup(*arguments, grid=grid, **options)
             self.made[id(binary)] = binary
 
         return compile_only

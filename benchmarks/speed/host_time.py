@@ -137,13 +137,14 @@ class _Unlaunched:
         self.count = 0
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def launch(**arguments: Any) -> None:
-            self._kernel.run(grid=grid, warmup=True, **arguments)
+        def launch(*arguments: Any, **options: Any) -> None:
+            self._kernel.run(*arguments, grid=grid, warmup=True, **options)
             start = time.thread_time()
             self.count += 1
             # Leftover numbers in memory may be slow to compute with.
-            for name in _WRITTEN & arguments.keys():
-                ctypes.memset(arguments[name].data_ptr(), 0, arguments[name].nbytes)
+            for name, value in zip(self._kernel.arg_names, arguments, strict=True):
+                if name in _WRITTEN:
+                    ctypes.memset(value.data_ptr(), 0, value.nbytes)
             _Unlaunched.seconds += time.thread_time() - start
 
         return launch
@@ -172,9 +173,11 @@ def unlaunched() -> Iterator[list[_Unlaunched]]:
         def valid(*arguments: Any) -> tuple[Tensor, ...]:
             # No kernel has written these, so they would not be valid indices.
             made = match(*arguments)
+            start = time.thread_time()
             shapes = tuple(array.shape for array in made)
             if shapes not in zeros:
                 zeros[shapes] = tuple(map(torch.zeros_like, made))
+            _Unlaunched.seconds += time.thread_time() - start
             return zeros[shapes]
 
         capable = Capabilities(flash=True, cudnn=True)

@@ -32,9 +32,9 @@ def launches():
     own = kind.__getitem__
 
     def launcher(kernel, grid):
-        def launch(**arguments):
+        def launch(*arguments, **options):
             before = counter.count
-            own(kernel, grid)(**arguments)
+            own(kernel, grid)(*arguments, **options)
             # What an interpreted kernel does on the host is not counted.
             counter.count = before + 1
 

@@ -154,10 +154,6 @@ class Evaluation:
     stack_keys: KeyWeights | None = None
     stack_weights: StackWeights | None = None
 
-    def forget_stack(self) -> None:
-        """Drop what the blocks of the running stack share."""
-        self.stack_plan = self.stack_tokens = self.stack_merged = self.stack_keys = None
-
 
 @dataclass(frozen=True, eq=False)
 class Stack:
@@ -294,7 +290,7 @@ class PatchedModel:
                     outcome = Outcome(**{**vars(of_first), "block": block.name})
                     if block.merges_only_keys and outcome.plan is not None:
                         outcome.plan, outcome.reason = None, reasons.ATTENTION_REPLACED
-                outcome.unweighted_reason = of_first.unweighted_reason
+                outcome.unweighted_reason = outcome.unweighted_reason or of_first.unweighted_reason
             if outcome.has_run:
                 outcomes.append(outcome)
         for outcome in outcomes:

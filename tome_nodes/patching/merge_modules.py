@@ -37,8 +37,9 @@ class UNetRecord:
         weigh_keys: returns the keyword arguments with which a self-attention weighs its keys;
             called with its keyword arguments and the weights. None if the host has no way to do
             that.
-        weigh_stack: makes what weighs the keys of all self-attentions of a stack, whose blocks
-            then run untouched. None if the host has no way to do that.
+        weigh_stack: makes what weighs the keys of all self-attentions of a stack, whose first
+            block and last are then the only ones that are overridden. None if the host has no way
+            to do that.
         shapes: returns the shapes of the feature map and of the latent, where the host passes them
             on; called with the block's arguments after the tokens. None if a stack is called with
             its feature map instead.
@@ -147,13 +148,13 @@ class ModuleBlock(Block):
         def block_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             evaluation = self.evaluation
             if self.index == 0:
-                evaluation.forget_stack()
+                _forget_stack(evaluation)
             y = self._run_merged(forward, x, *args, **kwargs)
             if self._is_last:
                 if evaluation.stack_weights is not None:
                     evaluation.stack_weights.take_off(kwargs)
                     evaluation.stack_weights = None
-                evaluation.forget_stack()
+                _forget_stack(evaluation)
             return y
 
         return block_forward
@@ -293,13 +294,18 @@ class ModuleBlock(Block):
         """The forward of a self-attention whose keys and values merge by the plan of its stack."""
 
         def attention_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            plan = self.evaluation.stack_plan
+            evaluation = self.evaluation
+            plan = evaluation.stack_plan
             if plan is None:
                 return forward(x, *args, **kwargs)
-            self.outcome.has_run = True
-            if not self._takes(plan, x, kwargs):
-                return forward(x, *args, **kwargs)
-            return self._attend_on_merged(forward, plan, x, *args, **kwargs)
+            self.outcome.entered(x.shape[1])
+            if self._takes(plan, x, kwargs):
+                y = self._attend_on_merged(forward, plan, x, *args, **kwargs)
+            else:
+                y = forward(x, *args, **kwargs)
+            if self._is_last:
+                _forget_stack(evaluation)
+            return y
 
         return attention_forward
 
@@ -408,6 +414,12 @@ class ModuleBlock(Block):
             return False
         outcome.before, outcome.plan = x.shape[1], plan
         return True
+
+
+def _forget_stack(evaluation: Evaluation) -> None:
+    """Drop what the blocks of the running stack share."""
+    evaluation.stack_plan = evaluation.stack_keys = None
+    evaluation.stack_tokens = evaluation.stack_merged = None
 
 
 def merges_only_keys(config: ToMeConfig, level: int, shallowest: int) -> bool:

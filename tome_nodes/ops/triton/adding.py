@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import reference
-from .shared import BLOCK_CHANNELS, BLOCK_ROWS, BLOCK_WARPS, operator, require_tokens, strides
+from .shared import BLOCK_CHANNELS, BLOCK_ROWS, BLOCK_WARPS, operator, require_tokens
 
 
 @triton.jit(do_not_specialize=("tokens", "all_tokens"))
@@ -64,17 +64,17 @@ def add_change(x: Tensor, before: Tensor, after: Tensor, slot_of_token: Tensor) 
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     with torch.cuda.device_of(x):
         add_change_kernel[(-(-batch * tokens // BLOCK_ROWS), -(-channels // BLOCK_CHANNELS))](
-            x=x,
-            before=before.contiguous(),
-            after=after.contiguous(),
-            slot_of_token=slot_of_token,
-            result=result,
-            **strides(x),
-            tokens=tokens,
-            channels=channels,
-            all_tokens=batch * tokens,
-            TOKENS=BLOCK_ROWS,
-            CHANNELS=BLOCK_CHANNELS,
+            x,
+            before.contiguous(),
+            after.contiguous(),
+            slot_of_token,
+            result,
+            *x.stride(),
+            tokens,
+            channels,
+            batch * tokens,
+            BLOCK_ROWS,
+            BLOCK_CHANNELS,
             num_warps=BLOCK_WARPS,
         )
     return result

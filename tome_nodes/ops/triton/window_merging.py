@@ -18,7 +18,6 @@ from .shared import (
     capability,
     has_fast_products,
     padded,
-    strides,
     token_outside_windows,
 )
 
@@ -195,12 +194,12 @@ def merge_windows(
     batch, tokens, channels = x.shape
     means = torch.empty(batch, slots, channels, dtype=x.dtype, device=x.device)
     keys = means if heads is None else torch.empty_like(means)
-    grid, numbers = _launch(
+    grid, numbers, warps = _launch(
         capability(x.device), batch, tokens, channels, slots, tuple(window), heads
     )
     with torch.cuda.device_of(x):
         merge_windows_kernel[grid](
-            x=x, slot_of_token=slot_of_token, means=means, keys=keys, **strides(x), **numbers
+            x, slot_of_token, means, keys, *x.stride(), *numbers, num_warps=warps
         )
     return means, keys
 
@@ -226,24 +225,8 @@ def _launch(
     most, values, warps = _shape_of_program(number, heads is not None, head_channels)
     pieces = -(-slots_of_window // most)
     programs = windows * pieces + -(-beside // most)
-    return Launch(
-        (programs, -(-channels // head_channels), batch),
-        {
-            "tokens": tokens,
-            "slots": slots,
-            "width": width,
-            "down": down,
-            "across": across,
-            "windows_down": windows_down,
-            "windows_across": windows_across,
-            "slots_of_window": slots_of_window,
-            "pieces": pieces,
-            "ALL_CHANNELS": channels,
-            "HEAD_CHANNELS": head_channels,
-            "CHANNELS": min(padded(head_channels), max(16, values // inside)),
-            "SLOTS": most,
-            "TOKENS": inside,
-            "KEYS": heads is not None,
-            "num_warps": warps,
-        },
-    )
+    shape = tokens, slots, *window, windows_down, windows_across, slots_of_window, pieces
+    at_once = min(padded(head_channels), max(16, values // inside))
+    constants = channels, head_channels, at_once, most, inside, heads is not None
+    grid = programs, -(-channels // head_channels), batch
+    return Launch(grid, (*shape, *constants), warps)
