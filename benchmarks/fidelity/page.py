@@ -56,6 +56,8 @@ DEFAULT = "balanced 0.6"
 FAST, FAST_DEFAULT = "fast 0.5", "fast 0.6"
 CACHED = "EasyCache 0.2"
 """The cache that the last line of a quick run has."""
+UNCACHED = "pictures", "few"
+"""Judges on which that cache skips nothing in the few steps of a quick run."""
 ON_SHEET = (
     *(PLAIN, "6 steps", "3 steps", CACHED, "forecast"),
     *(TOMESD, TODO, PAPER, DEFAULT, FAST, FAST_DEFAULT),
@@ -100,7 +102,8 @@ def in_summary(judge: str) -> set[str]:
     """The rows of a judge that the last line needs, besides fewer steps."""
     compared = [ratio for ratio in RATIOS.values() if judge in ratio.judges]
     named = {name for ratio in compared for name in (ratio.name, ratio.other)}
-    return named | {FAST_DEFAULT, CACHED}
+    caches = () if judge in UNCACHED else (CACHED,)
+    return {*named, FAST_DEFAULT, *caches}
 
 
 def markdown(result: Mapping[str, Mapping[str, Rows]], summary: str) -> str:

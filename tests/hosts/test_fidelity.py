@@ -120,6 +120,7 @@ def test_a_quick_run_has_only_the_rivals_that_its_last_line_reads(small, monkeyp
     assert page.in_summary("video") == {
         *(page.KEYS75, page.TODO, page.FAST, page.FAST_DEFAULT, page.PLAIN, page.CACHED)
     }
+    assert page.in_summary("few") == {page.FAST_DEFAULT}
     assert page.in_summary("edit") == {page.FAST_DEFAULT, page.CACHED}
 
 
