@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from comfy.ldm.modules.attention import SpatialTransformer
@@ -151,9 +150,7 @@ class StackOverride:
         if self._takes_turns:
             self._is_cross = not is_cross
         if is_cross or mask is not None or not fits(weights, k):
-            if theirs is not None:
-                func = partial(theirs, func)
-            return func(q, k, v, heads, mask=mask, **kwargs)
+            return attend(None, func, theirs, mask, q, k, v, heads, kwargs)
         return attend(weights, func, theirs, None, q, k, v, heads, kwargs)
 
 

@@ -291,7 +291,6 @@ def match_windows(
     """
     require_tokens(features, "features")
     batch, tokens, channels = features.shape
-    device = features.device
     cut = height, width, sy, sx, high, wide, quota
     grid, numbers, warps = _launch(
         batch,
@@ -300,13 +299,9 @@ def match_windows(
         cut,
         key is not None,
         features.dtype == torch.float32,
-        has_fast_products(device),
+        has_fast_products(features.device),
     )
-    slots = tokens - (height // sy // high) * (width // sx // wide) * quota
-    slot_of_token = torch.empty(batch, tokens, dtype=torch.int64, device=device)
-    order = torch.empty(batch * tokens, dtype=torch.int64, device=device)
-    offsets = torch.empty(batch * slots, dtype=torch.int64, device=device)
-    log_sizes = torch.empty(batch, slots, dtype=torch.float32, device=device)
+    slot_of_token, order, offsets, log_sizes = _shapes(features, key, *cut)
     with torch.cuda.device_of(features):
         match_windows_kernel[grid](
             features,
