@@ -1,4 +1,4 @@
-"""The three commands of `dev.py gpu`, which benchmarks/GPU.md explains."""
+"""The four commands of `dev.py gpu`, which benchmarks/GPU.md explains."""
 
 import argparse
 import os
@@ -25,7 +25,7 @@ def main() -> int:
         return 2
     device = "cpu" if arguments.dry else "cuda"
     use(device)
-    from benchmarks.speed import suite, transformers, unets
+    from benchmarks.speed import compiled, suite, transformers, unets
     from benchmarks.speed.record import Record
 
     number, dry = arguments.number, arguments.dry
@@ -36,13 +36,15 @@ def main() -> int:
         record = Record(f"gpu-{number}", "gpu", folder, arguments.minutes, device, dry)
         if number == 2:
             return unets.run(record, unets.DRY_CASES if dry else unets.CASES)
+        if number == 4:
+            return compiled.run(record, compiled.DRY_CASES if dry else compiled.CASES)
         return transformers.run(record, transformers.DRY_RUNS if dry else transformers.RUNS)
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="dev.py gpu", description=__doc__)
-    numbers = "1: the tests; 2: UNets; 3: runs of transformers"
-    parser.add_argument("number", type=int, choices=(1, 2, 3), help=numbers)
+    numbers = "1: the tests; 2: UNets; 3: runs of transformers; 4: compiled UNets"
+    parser.add_argument("number", type=int, choices=(1, 2, 3, 4), help=numbers)
     parser.add_argument("--dry", action="store_true", help="tiny sizes on the CPU, in a minute")
     parser.add_argument(
         "--minutes", type=float, default=MINUTES, help="start nothing after this time"

@@ -6,6 +6,7 @@ from types import MethodType
 import comfy.model_management
 import pytest
 import torch
+from comfy.k_diffusion import sampling as samplers
 from comfy.ldm.modules.attention import BasicTransformerBlock
 from comfy.patcher_extension import WrappersMP
 from common import ALL_MODULES, Shuffle, input_lengths, relative_error
@@ -24,7 +25,9 @@ from safetensors.torch import load_file
 from torch._dynamo.testing import CompileCounter
 
 from tome_nodes import reasons
+from tome_nodes.comfyui import merging_run
 from tome_nodes.comfyui.attachment import attach, detach, last_run
+from tome_nodes.comfyui.merging_run import noise_level
 from tome_nodes.merging.plan import Grid, Plan
 from tome_nodes.patching import engine, key_weights
 from tome_nodes.patching.key_weights import Capabilities
@@ -399,6 +402,37 @@ def test_odd_sizes(sd15_of, log_messages, size, line):
     assert log_messages()[-1].startswith(f"[ToMe] {line}")
     lossless = attach(model, merging(max_downsample=8, **ALL_MODULES), Shuffle)
     assert relative_error(sample(lossless, size=size, steps=1), plain) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("options", "calls_back", "reads"),
+    [
+        ({}, True, 1),
+        ({"ratio_end": 0.2}, True, 1),
+        ({"start_percent": 0.1}, True, 4),
+        ({"end_percent": 0.9}, True, 4),
+        ({"ratio_end": 0.2}, False, 4),
+    ],
+)
+def test_the_noise_level_is_read_only_where_needed(sd15, monkeypatch, options, calls_back, reads):
+    """On a GPU, each time would wait for the model."""
+    model = attach(sd15, merging(**options))
+    expected = sample(model, steps=4)
+    steps = last_run(model).counts.merged_steps
+    levels = []
+
+    def read(t):
+        levels.append(noise_level(t))
+        return levels[-1]
+
+    monkeypatch.setattr(merging_run, "noise_level", read)
+    if not calls_back:
+        euler = samplers.sample_euler
+        quiet = lambda *args, callback, **others: euler(*args, **others)  # noqa: E731
+        monkeypatch.setattr(samplers, "sample_euler", quiet)
+    assert torch.equal(sample(model, steps=4), expected)
+    assert len(levels) == reads
+    assert last_run(model).counts.merged_steps == steps
 
 
 def test_a_second_sampler_at_another_size_starts_afresh(sd15, log_messages):

@@ -5,7 +5,6 @@ them off again.
 """
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import Lock
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from .. import reasons
 from ..merging.plan import Grid
-from ..ops.clock import has_nothing_to_do
+from ..ops.clock import Clock, has_nothing_to_do
 from ..patching.blocks import Observer, PatchedModel, uncompiled
 from ..patching.engine import MakeStrategy
 from ..patching.evaluation import LEAST_SAVED, Run
@@ -94,7 +93,9 @@ class MergingRun:
         self._reports: dict[type, tuple[RunReport, Run, Any]] = {}
         self._schedule: list[float] = []
         self._step = 0
-        self._begun: dict[int, float] = {}
+        self._is_counted = False
+        self._clock = Clock(torch.device("cpu"))
+        self._begun: dict[int, Any] = {}
         self._gpu: torch.device | None = None
         self._waits: list[bool] = []
         self._others: set[str] = set()
@@ -118,10 +119,14 @@ class MergingRun:
         A GPU that is done by then waits for the host, which has queued its work one by one.
         """
 
-        def watched(*args: Any, **kwargs: Any) -> Any:
+        def watched(step: int, *args: Any, **kwargs: Any) -> Any:
+            if self._clock.can_measure:
+                self._step, self._is_counted = int(step) + 1, True
+                if self._step <= self._last_step:
+                    self._begun[self._step] = self._clock.now()
             if self._gpu is not None:
                 self._waits.append(has_nothing_to_do(self._gpu))
-            return None if callback is None else callback(*args, **kwargs)
+            return None if callback is None else callback(step, *args, **kwargs)
 
         return watched
 
@@ -146,18 +151,16 @@ class MergingRun:
         """
         diffusion_model = uncompiled(model.diffusion_model)
         record = self._record_of(diffusion_model)
-        # Reading the noise level waits for the GPU, which is then idle until the model runs.
-        sigma = max(t.flatten().tolist())
         with self._lock:
             if not self._schedule:
                 self._schedule = options.get("sample_sigmas", t[:1]).tolist()
+                self._clock = Clock(t.device)
             if diffusion_model not in self._runs:
                 latent = Grid(*shape[-2:])
                 self._runs[diffusion_model] = self._run_of(model, record, latent, t.device)
             self._gpu = t.device if t.device.type in GPUS else None
             run = self._runs[diffusion_model]
-            moment = self._moment(model, sigma)
-            self._begun.setdefault(moment.step, time.perf_counter())
+            moment = self._moment(model, t)
         if run is None or isinstance(record, str):
             return denoise()
         grid = record.grid(diffusion_model, shape)
@@ -220,15 +223,30 @@ class MergingRun:
         self._reports.setdefault(kind, (report, run, model))
         return run
 
-    def _moment(self, model: Any, sigma: float) -> Moment:
-        step = self._step = step_index(self._schedule, sigma, self._step)
-        last_step = len(self._schedule) - 2
+    def _moment(self, model: Any, t: Tensor) -> Moment:
+        """Where an evaluation at the noise levels ``t`` is in the run.
+
+        To read a level is to wait for the GPU, which is then idle until the model runs. So where
+        the sampler calls back after each step, the steps are counted.
+        """
+        config = self._config
+        has_span = config.start_percent > 0 or config.end_percent < 1
+        level = noise_level(t) if has_span or not self._is_counted else 0.0
+        if not self._is_counted:
+            self._step = step_index(self._schedule, level, self._step)
+            self._begun.setdefault(self._step, self._clock.now())
+        step = min(self._step, self._last_step)
         return Moment(
             step=step,
-            progress=step / last_step if last_step > 0 else 0.0,
+            progress=step / self._last_step if self._last_step else 0.0,
             picks=step,
-            is_active=is_active(self._config, sigma, model.model_sampling.percent_to_sigma),
+            is_active=not has_span
+            or is_active(config, level, model.model_sampling.percent_to_sigma),
         )
+
+    @property
+    def _last_step(self) -> int:
+        return max(len(self._schedule) - 2, 0)
 
     @property
     def _gpu_waited(self) -> bool:
@@ -240,11 +258,19 @@ class MergingRun:
 
         ``tuned`` is what ToMe Tune measured with these settings, None if it did not choose them.
         """
+        self._clock.wait()
+        first = next(iter(self._begun.values()), None)
+        begun = {step: self._clock.between(first, mark) for step, mark in self._begun.items()}
         last_runs = [
-            report.finish(run, model, tuned, self._begun, self._others, self._gpu_waited)
+            report.finish(run, model, tuned, begun, self._others, self._gpu_waited)
             for report, run, model in self._reports.values()
         ]
         return [last for last in last_runs if last is not None]
+
+
+def noise_level(t: Tensor) -> float:
+    """The highest noise level of some samples."""
+    return max(t.flatten().tolist())
 
 
 def saves_little(config: ToMeConfig, network: nn.Module, shape: Sequence[int]) -> bool:

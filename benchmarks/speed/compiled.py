@@ -1,0 +1,258 @@
+"""UNets under torch.compile: presets against the unpatched model, without and with CUDA graphs.
+
+A compiler takes a minute and more for each, so each has a process of its own: all compile side by
+side, then run in turn.
+"""
+
+import os
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from multiprocessing.connection import wait
+from typing import Any, NamedTuple
+
+import comfy.model_management
+import torch
+from comfy_api.torch_helpers import set_torch_compile_wrapper
+from torch._dynamo.utils import counters
+
+from benchmarks.rounds import interleaved
+from benchmarks.speed import checks, figures
+from benchmarks.speed.measure import Kernels, Operators, Subject, merged_blocks
+from benchmarks.speed.models import REDUCED, SHAPES, load
+from benchmarks.speed.record import Record, say
+from benchmarks.speed.remote import Remote, RemoteError
+from tome_nodes.comfyui.attachment import attach
+from tome_nodes.settings.config import ToMeConfig
+from tome_nodes.settings.presets import settings_of
+
+METHODS = ("unpatched", "balanced", "fast")
+
+MODES = {"compiled": None, "CUDA graphs": "reduce-overhead"}
+"""What the tables call a mode of ``torch.compile``."""
+
+EVALUATIONS = 6
+"""Evaluations timed in a row."""
+
+ROUNDS = (3, 10)
+"""The least and the most rounds of a comparison."""
+
+_FIRST_EVALUATIONS = 3
+"""With CUDA graphs, the second evaluation records and the third replays."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model to compile.
+
+    Attributes:
+        model: one of :data:`benchmarks.speed.models.SHAPES`.
+        size: side of the picture in pixels.
+        is_small: whether the model is a small version of the published one.
+    """
+
+    model: str
+    size: int
+    is_small: bool = True
+
+
+CASES = (Case("sd15", 512), Case("sdxl", 1024), Case("sdxl", 1024, is_small=False))
+"""Cases for a GPU. In the small SDXL, nothing would merge at 512."""
+
+DRY_CASES = (Case("sd15", 256),)
+
+SECONDS = 15.0
+"""How long the rounds of a case may take beyond the least number."""
+
+
+class _Way(NamedTuple):
+    """What one process compiles."""
+
+    case: Case
+    method: str
+    mode: str
+
+
+def run(record: Record, cases: Sequence[Case]) -> int:
+    """Compile all cases side by side, and measure those that are ready in time."""
+    result = record.result
+    result["compiled"] = []
+    # All of them would otherwise compile in as many processes as there are CPUs.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    # The largest take longest, so they begin first.
+    ways = [_Way(*way) for way in product(reversed(cases), METHODS, MODES)]
+    workers = {
+        way: Remote(
+            *(record.device.type, __name__, Compiled.__name__),
+            *(way.case.model, way.case.is_small, way.case.size, way.method, MODES[way.mode]),
+        )
+        for way in ways
+    }
+    try:
+        ready = _ready(record, workers, cases)
+        for case in cases:
+            own = {way: workers[way] for way in ready if way.case == case}
+            if not own:
+                continue
+            measured = partial(_measure, record, case, own)
+            row = record.attempt(_title(case), SECONDS / 2, measured, result["compiled"])
+            if row is not None:
+                say("\n" + table(row) + "\n")
+    finally:
+        for worker in workers.values():
+            worker.end()
+    return record.finish(goals(result["compiled"]))
+
+
+def goals(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Times faster than the unpatched model in the same mode, and the most graphs and breaks."""
+    reached: dict[str, Any] = {}
+    for row in rows:
+        for name, way in row["ways"].items():
+            if way["method"] != "unpatched" and (gain := _gain(row, name)):
+                words = row["model"], row["size"], way["method"], way["mode"].replace(" ", "_")
+                reached["_".join(map(str, words)).lower()] = gain
+    ways = [way for row in rows for way in row["ways"].values()]
+    for figure in ("breaks", "recompiles"):
+        reached[figure] = max((way.get(figure, 0) for way in ways), default=0)
+    return reached
+
+
+def _ready(record: Record, workers: dict[_Way, Remote], cases: Sequence[Case]) -> list[_Way]:
+    """Wait for those that compile in time, and tell of the others."""
+    began = time.monotonic()
+    waiting = {worker.connection: way for way, worker in workers.items()}
+    ready = []
+    needed = SECONDS * len(cases)
+    while waiting and record.left > needed:
+        answered = wait(list(waiting), timeout=1.0)
+        for connection in answered:
+            way = waiting.pop(connection)
+            name = f"{_title(way.case)}: {way.method}, {way.mode}"
+            try:
+                workers[way].answer()
+            except RemoteError as error:
+                record.result["failed"][name] = str(error)
+                say(f"FAILED: {name}: {error}")
+            else:
+                ready.append(way)
+                say(f"{name}: compiled after {time.monotonic() - began:.0f} s")
+    for way in waiting.values():
+        workers[way].end()
+        record.result["left_out"].append(f"{_title(way.case)}: {way.method}, {way.mode}")
+    record.write()
+    return [way for way in workers if way in ready]
+
+
+def _measure(record: Record, case: Case, workers: dict[_Way, Remote]) -> dict[str, Any]:
+    """Look at each, then time all of a case in turn."""
+    ways: dict[str, dict[str, Any]] = {}
+    runs = {}
+    for way, worker in workers.items():
+        for mode in ("eager", way.mode) if way.mode == "compiled" else (way.mode,):
+            name = f"{way.method}, {mode}"
+            is_compiled = mode != "eager"
+            ways[name] = {"method": way.method, "mode": mode, **worker.ask("look", is_compiled)}
+            runs[name] = partial(worker.ask, "time", is_compiled)
+    least, most = ROUNDS
+    seconds = interleaved(runs, most, record.pace(least, SECONDS))
+    for way, worker in workers.items():
+        ways[f"{way.method}, {way.mode}"] |= worker.ask("count")
+    return {
+        "model": case.model,
+        "note": (REDUCED if case.is_small else SHAPES)[case.model].note,
+        "size": case.size,
+        "evaluations": EVALUATIONS,
+        "ways": {name: ways[name] | {"seconds": taken} for name, taken in seconds.items()},
+    }
+
+
+def table(row: dict[str, Any]) -> str:
+    """One row for each method and mode."""
+    head = ["method", "ms", "quartiles", "times faster", "kernels, ms", "times faster"]
+    head += ["error", "merged", "graphs", "breaks", "recompiles"]
+    rows = []
+    for name, way in row["ways"].items():
+        low, middle, high = figures.spread([1000 * seconds for seconds in way["seconds"]])
+        gain, in_kernels = _gain(row, name), _gain(row, name, "gpu_seconds")
+        rows.append(
+            [
+                name,
+                f"{middle:.2f}",
+                f"{low:.2f}-{high:.2f}",
+                f"{gain:.2f}" if gain else "",
+                f"{1000 * way['gpu_seconds']:.2f}" if way["gpu_seconds"] else "",
+                f"{in_kernels:.2f}" if in_kernels else "",
+                f"{way['error']:.4f}",
+                way["merged"],
+                *(str(way.get(figure, "")) for figure in ("graphs", "breaks", "recompiles")),
+            ]
+        )
+    return figures.grid(head, rows)
+
+
+def _gain(row: dict[str, Any], name: str, figure: str = "seconds") -> float | None:
+    """Times faster than the unpatched model in the same mode, if that was measured."""
+    way = row["ways"][name]
+    plain = row["ways"].get(f"unpatched, {way['mode']}")
+    if plain is None or not (way[figure] and plain[figure]):
+        return None
+    if figure == "gpu_seconds":
+        return plain[figure] / way[figure]
+    return figures.spread(plain[figure])[1] / figures.spread(way[figure])[1]
+
+
+def _title(case: Case) -> str:
+    return f"{'reduced ' * case.is_small}{case.model}, {case.size}x{case.size}"
+
+
+class Compiled:
+    """A model with and without its compiler."""
+
+    @torch.no_grad()
+    def __init__(self, name: str, is_small: bool, size: int, method: str, mode: str | None):
+        device = comfy.model_management.get_torch_device()
+        shape = (REDUCED if is_small else SHAPES)[name]
+        self._subject = Subject(load(shape, device), shape.context_channels, size)
+        model = self._subject.model
+        if method != "unpatched":
+            model = attach(model, ToMeConfig(**settings_of(method, {})))
+        compiled = model.clone()
+        # For a CPU, inductor would take minutes.
+        backend = "inductor" if device.type == "cuda" else "eager"
+        set_torch_compile_wrapper(compiled, backend=backend, mode=mode)
+        self._models = model, compiled
+        first = [nullcontext()] * _FIRST_EVALUATIONS
+        self._eager = self._subject.run(model, *first)
+        counters.clear()
+        self._compiled = self._subject.run(compiled, *first)
+        self._graphs = counters["stats"]["unique_graphs"]
+
+    @torch.no_grad()
+    def look(self, is_compiled: bool) -> dict[str, Any]:
+        """The seconds of kernels, the merged blocks, and the difference from the eager output."""
+        model = self._models[is_compiled]
+        counter = Kernels() if self._subject.device.type == "cuda" else Operators()
+        self._subject.run(model, nullcontext(), counter)
+        merged, blocks = merged_blocks(model)
+        return {
+            "launches": counter.count,
+            "gpu_seconds": counter.gpu_seconds,
+            "merged": f"{merged}/{blocks}" if merged else "none",
+            "error": checks.difference(self._compiled[0], self._eager[0]) if is_compiled else 0.0,
+        }
+
+    @torch.no_grad()
+    def time(self, is_compiled: bool) -> float:
+        """Seconds of an evaluation."""
+        evaluations = EVALUATIONS if self._subject.device.type == "cuda" else 1
+        return self._subject.time(self._models[is_compiled], evaluations)
+
+    def count(self) -> dict[str, int]:
+        """Graphs of the first evaluations, graph breaks, and graphs made after them."""
+        graphs = counters["stats"]["unique_graphs"]
+        breaks = sum(counters["graph_break"].values())
+        return {"graphs": self._graphs, "breaks": breaks, "recompiles": graphs - self._graphs}
