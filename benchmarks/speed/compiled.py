@@ -29,8 +29,6 @@ from tome_nodes.comfyui.attachment import attach
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.presets import settings_of
 
-METHODS = ("unpatched", "balanced", "fast")
-
 MODES = {"compiled": None, "CUDA graphs": "reduce-overhead"}
 """What the tables call a mode of ``torch.compile``."""
 
@@ -52,17 +50,21 @@ class Case:
         model: one of :data:`benchmarks.speed.models.SHAPES`.
         size: side of the picture in pixels.
         is_small: whether the model is a small version of the published one.
+        methods: presets, after the unpatched model.
+        modes: some of :data:`MODES`.
     """
 
     model: str
     size: int
     is_small: bool = True
+    methods: Sequence[str] = ("unpatched", "balanced", "fast")
+    modes: Sequence[str] = tuple(MODES)
 
 
 CASES = (Case("sd15", 512), Case("sdxl", 1024), Case("sdxl", 1024, is_small=False))
 """Cases for a GPU. In the small SDXL, nothing would merge at 512."""
 
-DRY_CASES = (Case("sd15", 256),)
+DRY_CASES = (Case("sd15", 224, methods=("unpatched", "balanced"), modes=("compiled",)),)
 
 SECONDS = 15.0
 """How long the rounds of a case may take beyond the least number."""
@@ -83,7 +85,9 @@ def run(record: Record, cases: Sequence[Case]) -> int:
     # All of them would otherwise compile in as many processes as there are CPUs.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     # The largest take longest, so they begin first.
-    ways = [_Way(*way) for way in product(reversed(cases), METHODS, MODES)]
+    ways = [
+        _Way(case, *way) for case in reversed(cases) for way in product(case.methods, case.modes)
+    ]
     workers = {
         way: Remote(
             *(record.device.type, __name__, Compiled.__name__),
@@ -100,24 +104,24 @@ def run(record: Record, cases: Sequence[Case]) -> int:
             measured = partial(_measure, record, case, own)
             row = record.attempt(_title(case), SECONDS / 2, measured, result["compiled"])
             if row is not None:
-                say("\n" + table(row) + "\n")
+                say("\n" + figures.table_of_modes(row) + "\n")
     finally:
         for worker in workers.values():
             worker.end()
     return record.finish(goals(result["compiled"]))
 
 
-def goals(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Times faster than the unpatched model in the same mode, and the most graphs and breaks."""
+def goals(rows: Sequence[figures.Run]) -> dict[str, Any]:
+    """Times faster than the unpatched model in each mode, and the most breaks and recompiles."""
     reached: dict[str, Any] = {}
-    for row in rows:
-        for name, way in row["ways"].items():
-            if way["method"] != "unpatched" and (gain := _gain(row, name)):
-                words = row["model"], row["size"], way["method"], way["mode"].replace(" ", "_")
-                reached["_".join(map(str, words)).lower()] = gain
-    ways = [way for row in rows for way in row["ways"].values()]
+    ways = [(row, name, way) for row in rows for name, way in row["ways"].items()]
+    for row, name, way in ways:
+        gain = figures.gain_in_mode(row, name)
+        if way["method"] != "unpatched" and gain is not None:
+            words = row["model"], row["size"], way["method"], way["mode"].lower().replace(" ", "_")
+            reached["_".join(map(str, words))] = gain
     for figure in ("breaks", "recompiles"):
-        reached[figure] = max((way.get(figure, 0) for way in ways), default=0)
+        reached[figure] = max((way.get(figure, 0) for _, _, way in ways), default=0)
     return reached
 
 
@@ -170,41 +174,6 @@ def _measure(record: Record, case: Case, workers: dict[_Way, Remote]) -> dict[st
     }
 
 
-def table(row: dict[str, Any]) -> str:
-    """One row for each method and mode."""
-    head = ["method", "ms", "quartiles", "times faster", "kernels, ms", "times faster"]
-    head += ["error", "merged", "graphs", "breaks", "recompiles"]
-    rows = []
-    for name, way in row["ways"].items():
-        low, middle, high = figures.spread([1000 * seconds for seconds in way["seconds"]])
-        gain, in_kernels = _gain(row, name), _gain(row, name, "gpu_seconds")
-        rows.append(
-            [
-                name,
-                f"{middle:.2f}",
-                f"{low:.2f}-{high:.2f}",
-                f"{gain:.2f}" if gain else "",
-                f"{1000 * way['gpu_seconds']:.2f}" if way["gpu_seconds"] else "",
-                f"{in_kernels:.2f}" if in_kernels else "",
-                f"{way['error']:.4f}",
-                way["merged"],
-                *(str(way.get(figure, "")) for figure in ("graphs", "breaks", "recompiles")),
-            ]
-        )
-    return figures.grid(head, rows)
-
-
-def _gain(row: dict[str, Any], name: str, figure: str = "seconds") -> float | None:
-    """Times faster than the unpatched model in the same mode, if that was measured."""
-    way = row["ways"][name]
-    plain = row["ways"].get(f"unpatched, {way['mode']}")
-    if plain is None or not (way[figure] and plain[figure]):
-        return None
-    if figure == "gpu_seconds":
-        return plain[figure] / way[figure]
-    return figures.spread(plain[figure])[1] / figures.spread(way[figure])[1]
-
-
 def _title(case: Case) -> str:
     return f"{'reduced ' * case.is_small}{case.model}, {case.size}x{case.size}"
 
@@ -225,7 +194,7 @@ class Compiled:
         backend = "inductor" if device.type == "cuda" else "eager"
         set_torch_compile_wrapper(compiled, backend=backend, mode=mode)
         self._models = model, compiled
-        first = [nullcontext()] * _FIRST_EVALUATIONS
+        first = [nullcontext()] * (_FIRST_EVALUATIONS if device.type == "cuda" else 1)
         self._eager = self._subject.run(model, *first)
         counters.clear()
         self._compiled = self._subject.run(compiled, *first)

@@ -113,6 +113,41 @@ def table(run: Run) -> str:
     return grid(head, rows)
 
 
+def gain_in_mode(row: Run, name: str, figure: str = "seconds") -> float | None:
+    """Times faster than the unpatched model in the same mode of a compiler, if both were measured.
+
+    ``figure`` is ``seconds`` for evaluations, ``gpu_seconds`` for kernels alone.
+    """
+    way = row["ways"][name]
+    plain = row["ways"].get(f"unpatched, {way['mode']}")
+    if plain is None or not (way[figure] and plain[figure]):
+        return None
+    if figure == "gpu_seconds":
+        return float(plain[figure] / way[figure])
+    return median(plain[figure]) / median(way[figure])
+
+
+def table_of_modes(row: Run) -> str:
+    """One row for each method in each mode of a compiler."""
+    head = ["method", "ms", "quartiles", "times faster", "kernels, ms", "times faster"]
+    head += ["error", "merged", "launches", "graphs", "breaks", "recompiles"]
+    rows = []
+    for name, way in row["ways"].items():
+        low, middle, high = spread([1000 * seconds for seconds in way["seconds"]])
+        gain, in_kernels = (gain_in_mode(row, name, each) for each in ("seconds", "gpu_seconds"))
+        rows.append(
+            [
+                *(name, f"{middle:.2f}", f"{low:.2f}-{high:.2f}"),
+                f"{gain:.2f}" if gain else "",
+                f"{1000 * way['gpu_seconds']:.2f}" if way["gpu_seconds"] else "",
+                f"{in_kernels:.2f}" if in_kernels else "",
+                *(f"{way['error']:.4f}", way["merged"], str(way["launches"])),
+                *(str(way.get(figure, "")) for figure in ("graphs", "breaks", "recompiles")),
+            ]
+        )
+    return grid(head, rows)
+
+
 def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table, the first column aligned left and the others right."""
     widths = [max(len(cell) for cell in column) for column in zip(head, *rows, strict=True)]

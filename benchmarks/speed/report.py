@@ -18,16 +18,16 @@ def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="dev.py bench --report", description=__doc__)
     parser.add_argument(
-        "folder", nargs="?", type=Path, default=RESULTS, help="of gpu-2.json and gpu-3.json"
+        "folder", nargs="?", type=Path, default=RESULTS, help="of gpu-2.json to gpu-4.json"
     )
     folder = parser.parse_args().folder
     results = {
         number: json.loads(path.read_text(encoding="utf-8"))
-        for number in (2, 3)
+        for number in (2, 3, 4)
         if (path := folder / f"gpu-{number}.json").is_file()
     }
     if not results:
-        print(f"{folder} has neither gpu-2.json nor gpu-3.json; see benchmarks/GPU.md")
+        print(f"{folder} has none of gpu-2.json to gpu-4.json; see benchmarks/GPU.md")
         return 1
     text = page(results)
     (folder / "gpu.md").write_text(text, encoding="utf-8")
@@ -45,7 +45,8 @@ def page(results: Mapping[int, Result]) -> str:
 
 def section(result: Result) -> list[str]:
     """Everything in a result, whichever command made it."""
-    parts = [f"## `{result['command']}`", source(result), *unets(result), *transformers(result)]
+    parts = [f"## `{result['command']}`", source(result)]
+    parts += [*unets(result), *transformers(result), *compiled(result)]
     parts += [f"Failed: {name}: {why}" for name, why in result["failed"].items()]
     if result["left_out"]:
         parts.append(f"No time for: {'; '.join(result['left_out'])}.")
@@ -129,6 +130,16 @@ def transformers(result: Result) -> Sequence[str]:
             f"In the host's sampler, with {row['layers']} blocks that share their weights.",
             table_of_run(row),
         ]
+    return parts
+
+
+def compiled(result: Result) -> Sequence[str]:
+    """The tables of compiled models."""
+    parts = []
+    for row in result.get("compiled", []):
+        note = f" ({row['note']})" if row["note"] else ""
+        parts += [f"### {row['model']}{note}, {row['size']}x{row['size']}, compiled"]
+        parts += [figures.table_of_modes(row)]
     return parts
 
 

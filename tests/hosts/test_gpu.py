@@ -1,16 +1,22 @@
-"""The three commands for a GPU go through their motions on the CPU, and stop where they have to."""
+"""The four commands for a GPU go through their motions on the CPU, and stop where they have to."""
 
+import itertools
 import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from fractions import Fraction
 from functools import partial
+from importlib import import_module
+from multiprocessing import Pipe
 from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.speed import report, suite, transformers, unets
+from benchmarks.speed import compiled, report, suite, transformers, unets
 from benchmarks.speed.record import Record
+from benchmarks.speed.remote import Remote, RemoteError
 from tools import carried
 from tools.environment import ROOT, comfyui_directory
 
@@ -81,6 +87,48 @@ def test_transformers_are_measured_from_a_carried_folder(tmp_path):
     (row,) = result["whole_runs"]
     assert {*row["methods"]} == {"unpatched", "the defaults", "keys 0.6", "keys 0.75", "6 steps"}
     assert "A run of tiny Z-Image, 320x256, 8 steps of euler" in report.page({3: result})
+
+
+class Local(Remote):
+    """In the process of the tests, which has ComfyUI already."""
+
+    def __init__(self, device, module, name, *arguments):
+        self._made = getattr(import_module(module), name)(*arguments)
+        self.connection, self._answers = Pipe()
+        self._answers.send(None)
+
+    def ask(self, method, *arguments):
+        return getattr(self._made, method)(*arguments)
+
+    def end(self):
+        self.connection.close()
+
+
+def test_compiled_unets_are_measured(tmp_path, monkeypatch, fresh_compiler):
+    monkeypatch.setattr(compiled, "Remote", Local)
+    (dry,) = compiled.DRY_CASES
+    assert compiled.run(dry_record(4, tmp_path), [replace(dry, size=128)]) == 0
+    result = written(tmp_path, 4)
+    (row,) = result["compiled"]
+    modes = itertools.product(("unpatched", "balanced"), ("eager", "compiled"))
+    assert [*row["ways"]] == [", ".join(mode) for mode in modes]
+    assert row["ways"]["balanced, compiled"]["merged"] == "6/6"
+    for name, way in row["ways"].items():
+        assert way["seconds"][0] > 0 and way["launches"] > 0 and way["error"] < 1e-5
+        # In one process, the counters are those of both models.
+        assert ("eager" in name) or (way["graphs"] >= 1 and way["breaks"] == 0)
+    assert "### sd15 (first level only), 128x128, compiled" in report.page({4: result})
+
+
+def test_what_fails_in_another_process_is_said():
+    remote = Remote("cpu", "fractions", "Fraction", 1, 3)
+    assert remote.answer() is None
+    assert remote.ask("limit_denominator", 2) == Fraction(1, 2)
+    with pytest.raises(RemoteError, match=r"AttributeError: .* no attribute 'nothing'"):
+        remote.ask("nothing")
+    remote.end()
+    with pytest.raises(RemoteError, match="ZeroDivisionError"):
+        Remote("cpu", "fractions", "Fraction", 1, 0).answer()
 
 
 def test_without_a_gpu_there_is_a_message(tmp_path):
