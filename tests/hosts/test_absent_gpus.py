@@ -31,15 +31,67 @@ lower = Shape(Grid(22, 32), 320, 8, (2, 4), torch.float16)
 print(*(len(compile_for("sm_80", sizes)) for sizes in ([balanced], [balanced, lower])))
 """
 
+TRACE = """
+import torch
+from torch._functorch.aot_autograd import aot_module_simplified
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+from benchmarks.speed.absent_gpus import absent_gpus
+from tome_nodes.ops import triton as kernels
+
+def run(x, key):
+    slots, order, offsets, log_sizes = kernels.match_windows(x, key, 64, 64, 2, 4, 4, 2, 38)
+    means, keys = kernels.merge_keys(x, slots, order, offsets, 10, [64, 8, 8])
+    held = kernels.merge(x, slots, order, offsets)
+    wide = kernels.widen(x, means, keys, log_sizes.half(), 10, 1.5, 2.0)
+    return kernels.add_change(x, held, 2 * held, slots), *wide
+
+def show(graph, inputs):
+    for node in graph.graph.nodes:
+        if "triton_kernel" in str(node.target):
+            kernel = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])
+            name = getattr(kernel, "fn", kernel).__name__
+            print(name, *sorted(node.kwargs["tensors_to_clone"]))
+    made = [node.meta["val"] for node in graph.graph.output_node().args[0]]
+    print(len(graph.graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)))
+    return lambda *_: [torch.zeros([*map(int, x.shape)], dtype=x.dtype) for x in made]
+
+def backend(graph, inputs):
+    return aot_module_simplified(graph, inputs, fw_compiler=show)
+
+compiled = torch.compile(run, backend=backend, fullgraph=True)
+key = torch.zeros((), dtype=torch.int64)
+with absent_gpus(lambda kernel: kernel) as (driver, _), torch.no_grad():
+    driver.target = "sm_90"
+    for batch in (2, 4, 2):
+        changed, *_ = compiled(torch.zeros(batch, 4096, 640, dtype=torch.float16), key)
+        assert len(changed) == batch
+"""
 
 ABSENT = {("merge_windows", "sm_75")}
 
 
+def lines(program, home):
+    """What a program prints, in a process without the interpreter of Triton."""
+    environment = {"HOME": str(home), "PATH": "/usr/bin:/bin"}
+    command = [sys.executable, "-c", program]
+    return subprocess.check_output(command, cwd=ROOT, env=environment, text=True).splitlines()
+
+
+def test_a_compiler_sees_the_kernels_and_what_they_write(tmp_path):
+    """The second size of a batch is another graph, in which nothing is left open either."""
+    graph = [
+        "match_windows_kernel log_sizes offsets order slot_of_token",
+        "merge_windows_kernel keys means",
+        "merge_kernel means",
+        "widen_kernel wide_k wide_q wide_v",
+        "add_change_kernel result",
+        "0",
+    ]
+    assert lines(TRACE, tmp_path) == graph * 2
+
+
 def test_kernels_compile_for_gpus_that_are_not_present_and_once_for_many_sizes(tmp_path):
-    command = [sys.executable, "-c", COMPILE]
-    environment = {"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
-    output = subprocess.check_output(command, cwd=ROOT, env=environment, text=True)
-    *compiled, kernels = output.splitlines()
+    *compiled, kernels = lines(COMPILE, tmp_path)
     names = "match_windows", "merge", "merge_windows", "add_change", "widen"
     rows = [line.split("|") for line in compiled]
     assert {(kernel, target) for kernel, target, *_ in rows} == {

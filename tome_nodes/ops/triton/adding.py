@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import reference
-from .shared import BLOCK_CHANNELS, BLOCK_ROWS, BLOCK_WARPS, operator, require_tokens
+from .shared import BLOCK_CHANNELS, BLOCK_ROWS, BLOCK_WARPS, operator, require_tokens, wrap_triton
 
 
 @triton.jit(do_not_specialize=("tokens", "all_tokens"))
@@ -63,7 +63,9 @@ def add_change(x: Tensor, before: Tensor, after: Tensor, slot_of_token: Tensor) 
     batch, tokens, channels = x.shape
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     with torch.cuda.device_of(x):
-        add_change_kernel[(-(-batch * tokens // BLOCK_ROWS), -(-channels // BLOCK_CHANNELS))](
+        wrap_triton(add_change_kernel)[
+            (-(-batch * tokens // BLOCK_ROWS), -(-channels // BLOCK_CHANNELS))
+        ](
             x,
             before.contiguous(),
             after.contiguous(),

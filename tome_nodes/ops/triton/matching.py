@@ -14,6 +14,7 @@ from .shared import (
     padded,
     require_tokens,
     token_outside_windows,
+    wrap_triton,
 )
 
 # The pairs of token and cell that a warp matches: each value of a pair takes 32 registers a thread.
@@ -171,7 +172,7 @@ def match_windows_kernel(
     first_cell = window_row * high * cells_across + window_column * wide
 
     if RANDOM:
-        shape = (cells_down.to(tl.uint32) << 16) ^ cells_across.to(tl.uint32)
+        shape = (tl.cast(cells_down, tl.uint32) << 16) ^ tl.cast(cells_across, tl.uint32)
         stream = _scramble(tl.load(key).to(tl.uint32) ^ _scramble(shape))
     else:
         stream = 0
@@ -303,7 +304,7 @@ def match_windows(
     )
     slot_of_token, order, offsets, log_sizes = _shapes(features, key, *cut)
     with torch.cuda.device_of(features):
-        match_windows_kernel[grid](
+        wrap_triton(match_windows_kernel)[grid](
             features,
             key,
             slot_of_token,

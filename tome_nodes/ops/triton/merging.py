@@ -17,6 +17,7 @@ from .shared import (
     operator,
     padded,
     require_tokens,
+    wrap_triton,
 )
 from .window_merging import merge_windows, suits
 
@@ -159,7 +160,9 @@ def _merge_slots(
     keys = means if heads is None else torch.empty_like(means)
     grid, numbers, warps = _launch(batch, tokens, channels, slots, heads)
     with torch.cuda.device_of(x):
-        merge_kernel[grid](x, order, offsets, means, keys, *x.stride(), *numbers, num_warps=warps)
+        wrap_triton(merge_kernel)[grid](
+            x, order, offsets, means, keys, *x.stride(), *numbers, num_warps=warps
+        )
     return means, keys
 
 

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import reference
-from .shared import BLOCK_ROWS, BLOCK_WARPS, operator, padded, require_tokens
+from .shared import BLOCK_ROWS, BLOCK_WARPS, operator, padded, require_tokens, wrap_triton
 
 # The most values of a program, which holds all channels of a head; that is 64 values a thread.
 _VALUES = 4096
@@ -99,7 +99,7 @@ def widen(
     rows = max(1, min(BLOCK_ROWS, _VALUES // lanes))
     query_blocks, key_blocks = -(-query_rows // rows), -(-key_rows // rows)
     with torch.cuda.device_of(q):
-        widen_kernel[(query_blocks + 2 * key_blocks, heads)](
+        wrap_triton(widen_kernel)[(query_blocks + 2 * key_blocks, heads)](
             q.contiguous(),
             k.contiguous(),
             v.contiguous(),

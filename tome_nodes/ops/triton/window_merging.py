@@ -19,6 +19,7 @@ from .shared import (
     has_fast_products,
     padded,
     token_outside_windows,
+    wrap_triton,
 )
 
 # The channels of a program that stretches no means.
@@ -198,7 +199,7 @@ def merge_windows(
         capability(x.device), batch, tokens, channels, slots, tuple(window), heads
     )
     with torch.cuda.device_of(x):
-        merge_windows_kernel[grid](
+        wrap_triton(merge_windows_kernel)[grid](
             x, slot_of_token, means, keys, *x.stride(), *numbers, num_warps=warps
         )
     return means, keys
