@@ -128,7 +128,7 @@ def goals(rows: Sequence[figures.Run]) -> dict[str, Any]:
 def _ready(record: Record, workers: dict[_Way, Remote], cases: Sequence[Case]) -> list[_Way]:
     """Wait for those that compile in time, and tell of the others."""
     began = time.monotonic()
-    waiting = {worker.connection: way for way, worker in workers.items()}
+    waiting: dict[Any, _Way] = {worker.connection: way for way, worker in workers.items()}
     ready = []
     needed = SECONDS * len(cases)
     while waiting and record.left > needed:
