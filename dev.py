@@ -231,7 +231,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "gpu",
-        "with 1, 2, 3 or 4, test or measure on a GPU within nine minutes, see benchmarks/GPU.md; more "
+        "with 1 to 4, test or measure on a GPU within nine minutes, see benchmarks/GPU.md; more "
         "arguments: --dry, --minutes, --out, --carried; with pack, fill a folder for a machine "
         "without a network: --carried, --has",
     )
