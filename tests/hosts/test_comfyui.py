@@ -25,10 +25,11 @@ from safetensors.torch import load_file
 from torch._dynamo.testing import CompileCounter
 
 from tome_nodes import reasons
-from tome_nodes.comfyui import merging_run
+from tome_nodes.comfyui import attachment, merging_run
 from tome_nodes.comfyui.attachment import attach, detach, last_run
-from tome_nodes.comfyui.merging_run import noise_level
+from tome_nodes.comfyui.merging_run import MergingRun, noise_level
 from tome_nodes.merging.plan import Grid, Plan
+from tome_nodes.ops.clock import Clock
 from tome_nodes.patching import engine, key_weights
 from tome_nodes.patching.key_weights import Capabilities
 from tome_nodes.patching.schedule import is_active
@@ -404,21 +405,8 @@ def test_odd_sizes(sd15_of, log_messages, size, line):
     assert relative_error(sample(lossless, size=size, steps=1), plain) < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("options", "calls_back", "reads"),
-    [
-        ({}, True, 1),
-        ({"ratio_end": 0.2}, True, 1),
-        ({"start_percent": 0.1}, True, 4),
-        ({"end_percent": 0.9}, True, 4),
-        ({"ratio_end": 0.2}, False, 4),
-    ],
-)
-def test_the_noise_level_is_read_only_where_needed(sd15, monkeypatch, options, calls_back, reads):
-    """On a GPU, each time would wait for the model."""
-    model = attach(sd15, merging(**options))
-    expected = sample(model, steps=4)
-    steps = last_run(model).counts.merged_steps
+def reads(monkeypatch):
+    """The noise levels that are read from now on. On a GPU, each would wait for the model."""
     levels = []
 
     def read(t):
@@ -426,13 +414,68 @@ def test_the_noise_level_is_read_only_where_needed(sd15, monkeypatch, options, c
         return levels[-1]
 
     monkeypatch.setattr(merging_run, "noise_level", read)
-    if not calls_back:
-        euler = samplers.sample_euler
+    return levels
+
+
+@pytest.mark.parametrize(
+    ("options", "sampler", "evaluations", "few"),
+    [
+        ({}, "euler", 4, True),
+        ({"ratio_end": 0.2}, "dpmpp_2m", 4, True),
+        ({}, "dpmpp_sde", 7, True),
+        ({}, "heun", 7, True),
+        ({"start_percent": 0.1}, "euler", 4, False),
+        ({"end_percent": 0.9}, "euler", 4, False),
+        # Its own count is of something else.
+        ({"ratio_end": 0.2}, "dpm_fast", 4, False),
+    ],
+)
+def test_the_noise_level_is_read_only_where_needed(
+    sd15, monkeypatch, options, sampler, evaluations, few
+):
+    model, levels = attach(sd15, merging(**options)), reads(monkeypatch)
+    sample(model, steps=4, sampler=sampler)
+    assert len(levels) == (1 if few else evaluations)
+    counts = last_run(model).counts
+    assert counts.total_steps == 4 and max(counts.merged_steps) <= 3
+    if sampler != "dpm_fast" and not options.keys() & {"start_percent", "end_percent"}:
+        assert counts.merged_steps == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    "said", [lambda step: None, lambda step: step / 2, lambda step: step % 2, lambda step: step - 1]
+)
+def test_what_a_sampler_says_of_its_steps_is_used_only_if_it_is_in_order(sd15, monkeypatch, said):
+    """Nor does it have to say anything; and times need a clock."""
+    model = attach(sd15, merging(ratio_end=0.2))
+    expected = sample(model, steps=4)
+    steps = last_run(model).counts.merged_steps
+    levels = reads(monkeypatch)
+
+    class Odd(MergingRun):
+        def watching(self, callback):
+            own = super().watching(None)
+            return lambda step, *others: own(said(step), *others)
+
+    monkeypatch.setattr(attachment, "MergingRun", Odd)
+    assert torch.equal(sample(model, steps=4), expected)
+    assert last_run(model).counts.merged_steps == steps
+    assert len(levels) > 1
+
+
+@pytest.mark.parametrize("without", ["callback", "clock"])
+def test_steps_are_known_without_a_callback_or_a_clock(sd15, monkeypatch, without):
+    model = attach(sd15, merging(ratio_end=0.2))
+    expected = sample(model, steps=4)
+    levels, euler = reads(monkeypatch), samplers.sample_euler
+    if without == "callback":
         quiet = lambda *args, callback, **others: euler(*args, **others)  # noqa: E731
         monkeypatch.setattr(samplers, "sample_euler", quiet)
+    else:
+        monkeypatch.setattr(Clock, "can_measure", False, raising=False)
+        monkeypatch.setattr(Clock, "__init__", lambda self, _: setattr(self, "_has_events", False))
     assert torch.equal(sample(model, steps=4), expected)
-    assert len(levels) == reads
-    assert last_run(model).counts.merged_steps == steps
+    assert len(levels) == 4
 
 
 def test_a_second_sampler_at_another_size_starts_afresh(sd15, log_messages):

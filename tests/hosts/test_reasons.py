@@ -79,9 +79,23 @@ def test_a_gpu_that_waits_for_its_cpu_is_named(models, caplog, monkeypatch, idle
     """No GPU is there, so what it would say stands in."""
     caplog.set_level("INFO", logger="tome_nodes")
     monkeypatch.setattr(merging_run, "GPUS", {"cpu", "cuda"})
-    monkeypatch.setattr(merging_run, "has_nothing_to_do", lambda device: idle.pop())
+    order = []
+
+    def asked(device):
+        order.append("asked")
+        return idle.pop()
+
+    class Marked(merging_run.Clock):
+        def now(self):
+            order.append("marked")
+            return super().now()
+
+    monkeypatch.setattr(merging_run, "has_nothing_to_do", asked)
+    monkeypatch.setattr(merging_run, "Clock", Marked)
     run(models, "sd15", merging(), steps=3)
     assert not idle and (reasons.GPU_WAITS in caplog.messages[-1]) == waits
+    # A mark is work for the GPU, so it comes after the question.
+    assert order == ["marked", "asked", "marked", "asked", "marked", "asked"]
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from ..settings.config import ToMeConfig
 from ..strategies import make_strategy
 from ..tuning.search import Measured
 from . import host_checks, run_log, workflow
-from .forecast_run import ForecastRun, suits_unet
+from .forecast_run import ForecastRun, function_of, suits_unet
 from .merging_run import KEY, MergingRun, apply_model, saves_little
 from .models import check_forecasts, is_unet, record_of
 
@@ -197,6 +197,7 @@ class _Attachment:
             self.make_strategy,
             self.on_step,
             self.wants_details is not None and self.wants_details(),
+            function_of(_argument("sampler", args, kwargs)),
         )
         with self._kept() as keep, run.installed(executor.class_obj.model_options):
             result = _with_callback(executor, run.watching, args, kwargs)

@@ -83,7 +83,7 @@ class ForecastRun:
         self._on_step = on_step
         self._done = 0
         self._evaluated: int | None = None
-        name = _function_of(sampler)
+        name = function_of(sampler)
         known = SAMPLERS.get(name)
         self._corrects = known is not None and known.corrects
         self._faster = FASTER if known is None else known.faster
@@ -199,7 +199,7 @@ def suits_unet(sampler: Any, schedule: torch.Tensor) -> bool:
     Short runs would be better off with fewer steps, and so would those that look back over levels
     such as the scheduler *exponential* makes.
     """
-    known = SAMPLERS.get(_function_of(sampler))
+    known = SAMPLERS.get(function_of(sampler))
     if known is None or not known.holds_on_unets or len(schedule) <= LONG:
         return False
     if known.faster == FASTER:
@@ -242,12 +242,12 @@ def _obstacle(
     return reasons.MOVING_WINDOWS if "uniform" in getattr(windows, "name", "") else None
 
 
-def _function_of(sampler: Any) -> str:
+def function_of(sampler: Any) -> str:
     """The name of a sampler, or of the sampler that it wraps, without ``sample_``."""
     options = getattr(sampler, "extra_options", {})
     for inner in options.values():
         if hasattr(inner, "sampler_function"):
-            return _function_of(inner)
+            return function_of(inner)
     function = getattr(sampler, "sampler_function", None)
     name = str(getattr(function, "__name__", type(sampler).__name__)).removeprefix("sample_")
     return f"{name} with s_churn" if options.get("s_churn") else name

@@ -75,6 +75,7 @@ class MergingRun:
         make_strategy: MakeStrategy,
         on_step: Callable[[str], None] | None,
         with_details: bool,
+        sampler: str = "",
     ):
         """Prepare a run.
 
@@ -83,6 +84,7 @@ class MergingRun:
             make_strategy: makes the strategy.
             on_step: called once in every step with a short text on what was merged.
             with_details: whether to record the run in detail.
+            sampler: the name of the sampler.
         """
         self._config = config
         self._make_strategy = make_strategy
@@ -94,7 +96,8 @@ class MergingRun:
         self._schedule: list[float] = []
         self._step = 0
         self._is_counted = False
-        self._clock = Clock(torch.device("cpu"))
+        self._may_count = not sampler.startswith(_COUNTS_OTHERWISE)
+        self._clock: Clock | None = None
         self._begun: dict[int, Any] = {}
         self._gpu: torch.device | None = None
         self._waits: list[bool] = []
@@ -120,12 +123,10 @@ class MergingRun:
         """
 
         def watched(step: int, *args: Any, **kwargs: Any) -> Any:
-            if self._clock.can_measure:
-                self._step, self._is_counted = int(step) + 1, True
-                if self._step <= self._last_step:
-                    self._begun[self._step] = self._clock.now()
+            # Before the clock, whose mark is work for the GPU, too.
             if self._gpu is not None:
                 self._waits.append(has_nothing_to_do(self._gpu))
+            self._count(step)
             return None if callback is None else callback(step, *args, **kwargs)
 
         return watched
@@ -151,6 +152,7 @@ class MergingRun:
         """
         diffusion_model = uncompiled(model.diffusion_model)
         record = self._record_of(diffusion_model)
+        level = noise_level(t) if self._has_span or not self._is_counted else None
         with self._lock:
             if not self._schedule:
                 self._schedule = options.get("sample_sigmas", t[:1]).tolist()
@@ -160,7 +162,7 @@ class MergingRun:
                 self._runs[diffusion_model] = self._run_of(model, record, latent, t.device)
             self._gpu = t.device if t.device.type in GPUS else None
             run = self._runs[diffusion_model]
-            moment = self._moment(model, t)
+            moment = self._moment(model, level)
         if run is None or isinstance(record, str):
             return denoise()
         grid = record.grid(diffusion_model, shape)
@@ -223,26 +225,46 @@ class MergingRun:
         self._reports.setdefault(kind, (report, run, model))
         return run
 
-    def _moment(self, model: Any, t: Tensor) -> Moment:
-        """Where an evaluation at the noise levels ``t`` is in the run.
+    def _count(self, step: int) -> None:
+        """Count a step that the sampler says is done, while it says so of one after the other.
 
-        To read a level is to wait for the GPU, which is then idle until the model runs. So where
-        the sampler calls back after each step, the steps are counted.
+        Reading a noise level waits for the GPU, which is then idle until the model runs. So it is
+        not read while steps are counted. If a sampler evaluates a step twice, the second evaluation
+        counts as the next step's, as the sampler calls back before it.
         """
-        config = self._config
-        has_span = config.start_percent > 0 or config.end_percent < 1
-        level = noise_level(t) if has_span or not self._is_counted else 0.0
-        if not self._is_counted:
-            self._step = step_index(self._schedule, level, self._step)
+        clock = self._clock
+        # Without a clock for the device, times are taken where a level that was read has made it
+        # rest.
+        is_next = clock is not None and clock.can_measure and step == self._step
+        self._is_counted = self._may_count = self._may_count and is_next
+        if self._is_counted:
+            self._step += 1
+            self._mark()
+
+    def _mark(self) -> None:
+        """Note when the present step began."""
+        if self._clock is not None and self._step <= self._last_step:
             self._begun.setdefault(self._step, self._clock.now())
+
+    def _moment(self, model: Any, level: float | None) -> Moment:
+        """Where an evaluation is in the run; ``level`` is its noise level if it has to be known."""
+        config = self._config
+        if level is not None and not self._is_counted:
+            self._step = step_index(self._schedule, level, self._step)
+            self._mark()
         step = min(self._step, self._last_step)
+        to_sigma = model.model_sampling.percent_to_sigma
         return Moment(
             step=step,
             progress=step / self._last_step if self._last_step else 0.0,
             picks=step,
-            is_active=not has_span
-            or is_active(config, level, model.model_sampling.percent_to_sigma),
+            is_active=level is None or not self._has_span or is_active(config, level, to_sigma),
         )
+
+    @property
+    def _has_span(self) -> bool:
+        """Whether merging is on in a part of the run only."""
+        return self._config.start_percent > 0 or self._config.end_percent < 1
 
     @property
     def _last_step(self) -> int:
@@ -253,19 +275,29 @@ class MergingRun:
         """Whether the GPU waited for the host in most steps."""
         return sum(self._waits) > len(self._waits) / 2
 
+    def _times(self) -> dict[int, float]:
+        """When each step began, in seconds since the first."""
+        clock = self._clock
+        if clock is None:
+            return {}
+        clock.wait()
+        first = next(iter(self._begun.values()), None)
+        return {step: clock.between(first, mark) for step, mark in self._begun.items()}
+
     def finish(self, tuned: Measured | None) -> list[LastRun]:
         """The records of the run, one for each class of model; none if nothing was evaluated.
 
         ``tuned`` is what ToMe Tune measured with these settings, None if it did not choose them.
         """
-        self._clock.wait()
-        first = next(iter(self._begun.values()), None)
-        begun = {step: self._clock.between(first, mark) for step, mark in self._begun.items()}
         last_runs = [
-            report.finish(run, model, tuned, begun, self._others, self._gpu_waited)
+            report.finish(run, model, tuned, self._times, self._others, self._gpu_waited)
             for report, run, model in self._reports.values()
         ]
         return [last for last in last_runs if last is not None]
+
+
+_COUNTS_OTHERWISE = ("dpm_fast", "dpm_adaptive", "ar_video")
+"""The samplers whose count of steps is not that of the noise levels."""
 
 
 def noise_level(t: Tensor) -> float:

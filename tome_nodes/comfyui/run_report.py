@@ -79,14 +79,14 @@ class RunReport(Observer):
         run: Run,
         model: Any,
         tuned: Measured | None,
-        begun: Mapping[int, float],
+        begun: Callable[[], Mapping[int, float]],
         others: Set[str],
         gpu_waited: bool,
     ) -> LastRun | None:
         """The record of the run; None if an error, which is logged, prevented it.
 
         ``model`` is the BaseModel of ComfyUI that was evaluated, ``tuned`` as in the record,
-        ``begun`` says when its steps began, ``others`` are the nodes that may be in the way, and
+        ``begun`` returns when its steps began, ``others`` are the nodes that may be in the way, and
         ``gpu_waited`` is whether the GPU waited for the host in most steps.
         """
         try:
@@ -95,7 +95,9 @@ class RunReport(Observer):
             gain = None
             if counts.merged:
                 saved = patched.saved(self._latent)
-                gain = gain_of(counts, patched.config, begun, saved, patched.shallowest, gpu_waited)
+                gain = gain_of(
+                    counts, patched.config, begun(), saved, patched.shallowest, gpu_waited
+                )
             return LastRun(
                 model=type(model.model_config).__name__,
                 config=patched.config,

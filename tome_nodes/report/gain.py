@@ -47,7 +47,7 @@ def gain_of(
 ) -> Gain:
     """What a run gained in which tokens merged or steps were forecast.
 
-    ``begun`` is when each of its steps began, in seconds, with the device at rest.
+    ``begun`` is when each of its steps began on the device, in seconds.
     ``saved`` is the share of the multiplications that a merged step saves, None if that is not
     known. ``gpu_waited`` is whether the GPU waited for its CPU. For ``shallowest``, see
     :class:`tome_nodes.report.last_run.LastRun`.

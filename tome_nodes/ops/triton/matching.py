@@ -172,6 +172,7 @@ def match_windows_kernel(
     first_cell = window_row * high * cells_across + window_column * wide
 
     if RANDOM:
+        # Not ``.to``: for torch.compile, these may be constants.
         shape = (tl.cast(cells_down, tl.uint32) << 16) ^ tl.cast(cells_across, tl.uint32)
         stream = _scramble(tl.load(key).to(tl.uint32) ^ _scramble(shape))
     else:
