@@ -58,7 +58,7 @@ OFF = "the ratio is 0, so the model stays as it is; raise it to save time"
 
 GPU_WAITS = (
     "the GPU waited for its CPU, so less work saves no time: take a larger picture or batch, "
-    "compile the model, or leave ToMe out"
+    "compile the model with CUDA graphs, or leave ToMe out"
 )
 
 LITTLE_ATTENTION = "little of this model's time is in self-attention; preset fast saves most"

@@ -25,8 +25,11 @@ def spread(values: Sequence[float]) -> tuple[float, float, float]:
 def share_of_time(run: Run, name: str) -> float:
     """Time relative to unpatched: the median of the rounds, each by its own unpatched run."""
     rows = run["methods"]
-    pairs = zip(rows[name]["seconds"], rows["unpatched"]["seconds"], strict=True)
-    return median(own / plain for own, plain in pairs)
+    return _share(rows[name]["seconds"], rows["unpatched"]["seconds"])
+
+
+def _share(seconds: Sequence[float], plain: Sequence[float]) -> float:
+    return median(own / other for own, other in zip(seconds, plain, strict=True))
 
 
 def speed_up(run: Run, name: str) -> float:
@@ -124,7 +127,7 @@ def gain_in_mode(row: Run, name: str, figure: str = "seconds") -> float | None:
         return None
     if figure == "gpu_seconds":
         return float(plain[figure] / way[figure])
-    return median(plain[figure]) / median(way[figure])
+    return 1 / _share(way[figure], plain[figure])
 
 
 def table_of_modes(row: Run) -> str:

@@ -48,7 +48,8 @@ REDUCED = {
     "sd15": Shape("sd15", {"levels": 1}, 768, "auto", "first level only"),
     "sdxl": Shape("sdxl", {}, 2048, 2, "320 channels throughout, depths 0, 1, 2"),
 }
-"""Small versions for ``--quick``, merged at the level that has enough tokens at small sizes."""
+"""Small versions for ``--quick`` and ``gpu 4``, merged at the level that has enough tokens at small
+sizes."""
 
 
 def load(shape: Shape, device: torch.device) -> ModelPatcher:

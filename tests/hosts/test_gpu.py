@@ -127,8 +127,10 @@ def test_what_fails_in_another_process_is_said():
     with pytest.raises(RemoteError, match=r"AttributeError: .* no attribute 'nothing'"):
         remote.ask("nothing")
     remote.end()
+    remote = Remote("cpu", "fractions", "Fraction", 1, 0)
     with pytest.raises(RemoteError, match="ZeroDivisionError"):
-        Remote("cpu", "fractions", "Fraction", 1, 0).answer()
+        remote.answer()
+    remote.end()
 
 
 def test_without_a_gpu_there_is_a_message(tmp_path):
