@@ -21,7 +21,7 @@ from torch._dynamo.utils import counters
 
 from benchmarks.rounds import interleaved
 from benchmarks.speed import checks, figures
-from benchmarks.speed.measure import Kernels, Operators, Subject, merged_blocks
+from benchmarks.speed.measure import Subject, launches, merged_blocks, merged_in_words
 from benchmarks.speed.models import REDUCED, SHAPES, load
 from benchmarks.speed.record import Record, say
 from benchmarks.speed.remote import Remote, RemoteError
@@ -76,6 +76,10 @@ class _Way(NamedTuple):
     case: Case
     method: str
     mode: str
+
+    @property
+    def name(self) -> str:
+        return f"{_title(self.case)}: {self.method}, {self.mode}"
 
 
 def run(record: Record, cases: Sequence[Case]) -> int:
@@ -133,18 +137,17 @@ def _ready(record: Record, workers: dict[_Way, Remote], cases: Sequence[Case]) -
         answered = wait(list(waiting), timeout=1.0)
         for connection in answered:
             way = waiting.pop(connection)
-            name = f"{_title(way.case)}: {way.method}, {way.mode}"
             try:
                 workers[way].answer()
             except RemoteError as error:
-                record.result["failed"][name] = str(error)
-                say(f"FAILED: {name}: {error}")
+                record.result["failed"][way.name] = str(error)
+                say(f"FAILED: {way.name}: {error}")
             else:
                 ready.append(way)
-                say(f"{name}: compiled after {time.monotonic() - began:.0f} s")
+                say(f"{way.name}: compiled after {time.monotonic() - began:.0f} s")
     for way in waiting.values():
         workers[way].end()
-        record.result["left_out"].append(f"{_title(way.case)}: {way.method}, {way.mode}")
+        record.result["left_out"].append(way.name)
     record.write()
     return [way for way in workers if way in ready]
 
@@ -204,13 +207,9 @@ class Compiled:
     def look(self, is_compiled: bool) -> dict[str, Any]:
         """The seconds of kernels, the merged blocks, and the difference from the eager output."""
         model = self._models[is_compiled]
-        counter = Kernels() if self._subject.device.type == "cuda" else Operators()
-        self._subject.run(model, nullcontext(), counter)
-        merged, blocks = merged_blocks(model)
         return {
-            "launches": counter.count,
-            "gpu_seconds": counter.gpu_seconds,
-            "merged": f"{merged}/{blocks}" if merged else "none",
+            **launches(self._subject, model),
+            "merged": merged_in_words(*merged_blocks(model)),
             "error": checks.difference(self._compiled[-1], self._eager[-1]) if is_compiled else 0.0,
         }
 

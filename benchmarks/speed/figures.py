@@ -81,8 +81,13 @@ def joined(parts: Sequence[str]) -> str:
 
 def title(run: Run) -> str:
     """For example ``sd15, 512x512, batch 2``."""
+    return f"{model_and_size(run)}, batch {run['batch']}"
+
+
+def model_and_size(run: Run) -> str:
+    """For example ``sd15 (first level only), 512x512``."""
     note = f" ({run['note']})" if run["note"] else ""
-    return f"{run['model']}{note}, {run['size']}x{run['size']}, batch {run['batch']}"
+    return f"{run['model']}{note}, {run['size']}x{run['size']}"
 
 
 def table(run: Run) -> str:

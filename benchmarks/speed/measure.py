@@ -195,6 +195,18 @@ def merged_blocks(model: ModelPatcher) -> tuple[int, int]:
     return (0, 0) if run is None else (run.counts.merged_blocks, run.counts.blocks_present)
 
 
+def merged_in_words(merged: int, blocks: int) -> str:
+    """How many blocks merged, for tables: ``5/6``, or ``none``."""
+    return f"{merged}/{blocks}" if merged else "none"
+
+
+def launches(subject: Subject, model: ModelPatcher) -> dict[str, Any]:
+    """Launches in the second evaluation of a run, and the seconds of kernels."""
+    counter = Kernels() if subject.device.type == "cuda" else Operators()
+    subject.run(model, nullcontext(), counter)
+    return {"launches": counter.count, "gpu_seconds": counter.gpu_seconds}
+
+
 def first_look(subject: Subject, model: ModelPatcher) -> tuple[Tensor, int, tuple[int, int]]:
     """The output of a first evaluation, the bytes that a second holds, and the merged blocks."""
     memory = PeakMemory(subject.device)

@@ -137,9 +137,7 @@ def compiled(result: Result) -> Sequence[str]:
     """The tables of compiled models."""
     parts = []
     for row in result.get("compiled", []):
-        note = f" ({row['note']})" if row["note"] else ""
-        parts += [f"### {row['model']}{note}, {row['size']}x{row['size']}, compiled"]
-        parts += [figures.table_of_modes(row)]
+        parts += [f"### {figures.model_and_size(row)}, compiled", figures.table_of_modes(row)]
     return parts
 
 

@@ -11,7 +11,7 @@ from comfy.model_patcher import ModelPatcher
 
 from benchmarks.rounds import interleaved
 from benchmarks.speed import checks, figures
-from benchmarks.speed.measure import Kernels, Operators, Subject, first_look
+from benchmarks.speed.measure import Subject, first_look, launches, merged_in_words
 from benchmarks.speed.methods import Method, methods
 from benchmarks.speed.models import REDUCED, SHAPES, Shape, load
 from benchmarks.speed.record import Record, say
@@ -168,9 +168,9 @@ def _compare(record: Record, case: Case, prepared: Prepared) -> dict[str, Any]:
             plain = output if plain is None else plain
             row["error"] = checks.difference(output, plain)
             if name != "unpatched":
-                row["merged"] = f"{merged}/{blocks}" if merged else "none"
+                row["merged"] = merged_in_words(merged, blocks)
             if case.is_counted:
-                row |= _launches(subject, patched[name])
+                row |= launches(subject, patched[name])
             if case.is_counted and merged:
                 added = row["launches"] - rows["unpatched"]["launches"]
                 row["launches_per_block"] = added / merged
@@ -201,10 +201,3 @@ def _about(case: Case, prepared: Prepared) -> dict[str, Any]:
         "batch": 2 * case.pictures,
         "dtype": str(prepared.model.model.get_dtype_inference()).removeprefix("torch."),
     }
-
-
-def _launches(subject: Subject, model: ModelPatcher) -> dict[str, Any]:
-    """Launches in the second evaluation of a run, and the seconds of kernels."""
-    counter = Kernels() if subject.device.type == "cuda" else Operators()
-    subject.run(model, nullcontext(), counter)
-    return {"launches": counter.count, "gpu_seconds": counter.gpu_seconds}

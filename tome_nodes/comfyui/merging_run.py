@@ -75,7 +75,7 @@ class MergingRun:
         make_strategy: MakeStrategy,
         on_step: Callable[[str], None] | None,
         with_details: bool,
-        sampler: str = "",
+        sampler: str,
     ):
         """Prepare a run.
 

@@ -63,6 +63,15 @@ def operator(
         name = launcher.__name__
         failed: set[tuple[Any, ...]] = set()
 
+        def by_reference(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if reference is None:
+                raise KernelFailed(name)
+            # torch.compile relies on results as contiguous as the kernel's.
+            result = reference(*args, **kwargs)
+            if isinstance(result, tuple):
+                return tuple(tensor.contiguous() for tensor in result)
+            return result.contiguous()
+
         @wraps(launcher)
         def call(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
@@ -83,19 +92,13 @@ def operator(
                         size,
                         reason,
                     )
-            if reference is None:
-                raise KernelFailed(name)
-            # torch.compile relies on results as contiguous as the kernel's.
-            result = reference(*args, **kwargs)
-            if isinstance(result, tuple):
-                return tuple(tensor.contiguous() for tensor in result)
-            return result.contiguous()
+            return by_reference(args, kwargs)
 
         @wraps(launcher)
         def traced(*args: Any, **kwargs: Any) -> Any:
-            known = [*map(_without_symbols, args)]
-            if reference is not None and failed and _kind((*known,), kwargs) in failed:
-                return reference(*known, **kwargs)
+            known = tuple(map(_without_symbols, args))
+            if reference is not None and failed and _kind(known, kwargs) in failed:
+                return by_reference(known, kwargs)
             before = _is_traced.set(True)
             try:
                 return launcher(*known, **kwargs)
