@@ -23,7 +23,7 @@ from triton.backends.driver import DriverBase
 
 from tome_nodes.merging.plan import Grid
 from tome_nodes.ops import triton as kernels
-from tome_nodes.ops.triton import adding, matching, merging, shared, widening, window_merging
+from tome_nodes.ops.triton import adding, matching, merging, widening, window_merging
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.strategies import make_strategy
 
@@ -142,7 +142,7 @@ def absent_gpus(stand_in: Callable[[Any], StandIn]) -> Iterator[tuple[AbsentDriv
         triton.runtime.driver.set_active(driver)
         for (module, name), kernel in zip(KERNELS, launched, strict=True):
             patches.enter_context(patch.object(module, name, kernel))
-        for module in (shared, window_merging):
+        for module in (matching, merging):
             patches.enter_context(patch.object(module, "capability", capability))
         yield driver, launched
 

@@ -81,6 +81,73 @@ for _ in range(2):
     assert torch.equal(torch.compile(kernels.merge, backend="aot_eager")(*arguments), expected)
 """
 
+REMEMBER = """
+from unittest.mock import patch
+
+import torch
+from hypothesis import given, settings, strategies as st
+from triton.runtime.jit import JITFunction
+from benchmarks.speed.absent_gpus import absent_gpus
+from tome_nodes.ops import triton as kernels
+
+class Kernel:
+    def __init__(self, kernel):
+        self.kernel, self.asked, self.reused = kernel, 0, []
+
+    def __getitem__(self, grid):
+        def launch(*arguments, num_warps):
+            self.asked += 1
+            return Compiled(self, arguments, num_warps)
+        return launch
+
+class Compiled:
+    def __init__(self, kernel, arguments, warps):
+        self.of, self.warps = kernel, warps
+        self.chosen = self.choose(arguments)
+
+    def choose(self, arguments):
+        return self.of.kernel.warmup(*arguments, grid=(1, 1, 1), num_warps=self.warps)
+
+    def __getitem__(self, grid):
+        def launch(*arguments):
+            self.of.reused.append(self.choose(arguments) is self.chosen)
+        return launch
+
+def compile_nothing(kernel, key, signature, device, *_):
+    return kernel.device_caches[device][0].setdefault(key, object())
+
+def within_another(draw, shape, dtype):
+    # Some begin where no wide load can, or are not contiguous.
+    before, behind = draw(st.sampled_from([0, 0, 0, 1, 8])), draw(st.sampled_from([0, 0, 1, 16]))
+    batch, tokens, channels = shape
+    x = torch.zeros(batch, tokens, before + channels + behind, dtype=dtype)
+    return x[..., before : before + channels]
+
+@settings(max_examples=300, deadline=None, database=None)
+@given(st.data())
+def check(data):
+    draw = data.draw
+    dtype = draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
+    heads, channels = draw(st.sampled_from([(1, 1), (2, 16), (2, 40), (1, 96)]))
+    batch = draw(st.sampled_from([1, 2]))
+    x, merged = (within_another(draw, (batch, n, heads * channels), dtype) for n in (64, 26))
+    key = torch.tensor(0) if draw(st.booleans()) else None
+    slots, order, offsets, log_sizes = kernels.match_windows(x, key, 8, 8, 2, 2, 4, 4, 38)
+    window = (8, 8, 8) if draw(st.booleans()) else None
+    kernels.merge(x, slots, order, offsets, window)
+    kernels.merge_keys(x, slots, order, offsets, heads, window)
+    kernels.add_change(x, merged, merged, slots)
+    scale = draw(st.sampled_from([1.0, 1.5]))
+    kernels.widen(x, merged, merged, log_sizes.to(dtype), heads, scale, 2.0)
+
+without_compiler = patch.object(JITFunction, "_do_compile", compile_nothing)
+with absent_gpus(Kernel) as (driver, made), without_compiler:
+    driver.target = "sm_90"
+    check()
+    for kernel in made:
+        print(kernel.kernel.__name__, kernel.asked > 5, len(kernel.reused) > 50, all(kernel.reused))
+"""
+
 ABSENT = {("merge_windows", "sm_75")}
 
 
@@ -101,6 +168,12 @@ def test_a_compiler_sees_the_kernels_and_what_they_write(tmp_path):
         "add_change_kernel result",
     ]
     assert lines(TRACE, tmp_path) == graph * 3
+
+
+def test_triton_would_choose_what_is_remembered(tmp_path):
+    """It chooses by dtypes, strides and where tensors begin, as well as by numbers."""
+    kernels = "match_windows", "merge", "merge_windows", "add_change", "widen"
+    assert lines(REMEMBER, tmp_path) == [f"{name}_kernel True True True" for name in kernels]
 
 
 def test_kernels_compile_for_gpus_that_are_not_present_and_once_for_many_sizes(tmp_path):

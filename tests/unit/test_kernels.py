@@ -31,7 +31,7 @@ from tome_nodes.merging.plan import Grid, Plan
 from tome_nodes.ops import TORCH, reference, resolve
 from tome_nodes.ops import triton as kernels
 from tome_nodes.ops.random_picks import pick_per_cell, step_key
-from tome_nodes.ops.triton import matching, merging, shared, window_merging
+from tome_nodes.ops.triton import matching, merging
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.strategies.window import split_windows
 from tools.environment import ROOT
@@ -131,6 +131,8 @@ def test_matching_takes_any_dtype_and_strides(height, width, channels, dtype):
     expected = plan_of(ToMeConfig(strategy="window", ratio=0.5), features.float(), grid)
     for index in range(len(features)):
         assert groups(plan, index) == groups(expected, index)
+    sizes = plan.slots().cpu().new_tensor([torch.bincount(row).tolist() for row in plan.slots()])
+    assert_close(plan.log_sizes.cpu(), sizes.log().to(dtype))
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 0.0, 1e30])
@@ -168,7 +170,7 @@ def test_windows_are_the_same_on_any_gpu(monkeypatch, number):
     grid = Grid(9, 34)
     x = features_of(grid, batch=1, channels=32).half().to(DEVICE)
     expected = window_plan(x, grid, 0.8, sy=2, sx=4)
-    for module in (shared, window_merging):
+    for module in (matching, merging):
         monkeypatch.setattr(module, "capability", lambda _: number)
     plan = window_plan(x, grid, 0.8, sy=2, sx=4)
     assert torch.equal(plan.slot_of_token, expected.slot_of_token)

@@ -45,7 +45,8 @@ class Plan:
         slot_of_token: ``[batch, tokens]`` int64, slots numbered over the whole batch.
         order: ``[batch * tokens]`` int64, tokens numbered over the whole batch, slot by slot.
         offsets: ``[batch * slots]`` int64, where the slots begin in ``order``.
-        log_sizes: ``[batch, slots]`` float32, the logarithm of how many tokens a slot holds.
+        log_sizes: ``[batch, slots]``, the logarithm of how many tokens a slot holds; float32, or of
+            the dtype of the tokens.
         slot_count: number of slots M in a sample.
         ops: the operations that merge and unmerge.
         window: the width of the grid, and the height and width of a window, in tokens. None unless

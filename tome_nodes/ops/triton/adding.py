@@ -1,12 +1,16 @@
 """Tokens plus the change of their slots."""
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .. import reference
-from .shared import BLOCK_CHANNELS, BLOCK_ROWS, BLOCK_WARPS, operator, require_tokens, wrap_triton
+from .launching import Launch, launch, wrap_triton
+from .operators import operator
+from .shared import BLOCK_CHANNELS, BLOCK_ROWS, BLOCK_WARPS, require_tokens
 
 
 @triton.jit(do_not_specialize=("tokens", "all_tokens"))
@@ -59,24 +63,18 @@ def add_change(x: Tensor, before: Tensor, after: Tensor, slot_of_token: Tensor) 
 
     Tensors are of float32, float16 or bfloat16, of any strides; sums are in float32.
     """
-    require_tokens(x, "x")
-    batch, tokens, channels = x.shape
+    how = _launch(x.shape, x.dtype)
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    with torch.cuda.device_of(x):
-        wrap_triton(add_change_kernel)[
-            (-(-batch * tokens // BLOCK_ROWS), -(-channels // BLOCK_CHANNELS))
-        ](
-            x,
-            before.contiguous(),
-            after.contiguous(),
-            slot_of_token,
-            result,
-            *x.stride(),
-            tokens,
-            channels,
-            batch * tokens,
-            BLOCK_ROWS,
-            BLOCK_CHANNELS,
-            num_warps=BLOCK_WARPS,
-        )
+    tensors = x, before.contiguous(), after.contiguous(), slot_of_token, result
+    launch(wrap_triton(add_change_kernel), how, tensors, x.stride())
     return result
+
+
+@lru_cache(maxsize=64)
+def _launch(shape: torch.Size, dtype: torch.dtype) -> Launch:
+    """How the kernel is launched for tokens of this shape and dtype."""
+    require_tokens(shape, dtype, "x")
+    batch, tokens, channels = shape
+    grid = -(-batch * tokens // BLOCK_ROWS), -(-channels // BLOCK_CHANNELS), 1
+    numbers = tokens, channels, batch * tokens, BLOCK_ROWS, BLOCK_CHANNELS
+    return Launch(grid, numbers, BLOCK_WARPS)

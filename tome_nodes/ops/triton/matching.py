@@ -7,15 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .shared import (
-    Launch,
-    has_fast_products,
-    operator,
-    padded,
-    require_tokens,
-    token_outside_windows,
-    wrap_triton,
-)
+from .launching import Launch, launch, wrap_triton
+from .operators import operator
+from .shared import capability, has_fast_products, padded, require_tokens, token_outside_windows
 
 # The pairs of token and cell that a warp matches: each value of a pair takes 32 registers a thread.
 _PAIRS_OF_A_WARP = 1024
@@ -153,7 +147,7 @@ def match_windows_kernel(
         tl.store(slot_of_token + first_token + token, slot, mask=left)
         tl.store(order + offset, first_token + token, mask=left)
         tl.store(offsets + slot, offset, mask=left)
-        tl.store(log_sizes + slot, tl.zeros((TOKENS,), tl.float32), mask=left)
+        tl.store(log_sizes + slot, tl.zeros((TOKENS,), log_sizes.dtype.element_ty), mask=left)
         return
 
     window_row = program // windows_across
@@ -240,7 +234,7 @@ def match_windows_kernel(
     tl.store(order + window_offset + place, first_token + member_token, mask=inside)
     is_slot = place < slots_of_window
     tl.store(offsets + window_slot + place, window_offset + offset, mask=is_slot)
-    logarithm = tl.log(tl.maximum(size, 1).to(tl.float32))
+    logarithm = tl.log(tl.maximum(size, 1).to(tl.float32)).to(log_sizes.dtype.element_ty)
     tl.store(log_sizes + window_slot + place, logarithm, mask=is_slot)
 
 
@@ -251,7 +245,7 @@ def _shapes(features, key, height, width, sy, sx, high, wide, quota):
         features.new_empty(batch, tokens, dtype=torch.int64),
         features.new_empty(batch * tokens, dtype=torch.int64),
         features.new_empty(batch * slots, dtype=torch.int64),
-        features.new_empty(batch, slots, dtype=torch.float32),
+        features.new_empty(batch, slots),
     )
 
 
@@ -289,47 +283,34 @@ def match_windows(
         ``slot_of_token``: ``[batch, tokens]`` int64, the slot of each token.
         ``order``: ``[batch * tokens]`` int64, tokens slot by slot.
         ``offsets``: ``[batch * slots]`` int64, where the slots begin in ``order``.
-        ``log_sizes``: ``[batch, slots]`` float32, the logarithm of how many tokens a slot holds.
+        ``log_sizes``: ``[batch, slots]`` of the dtype of the features, in which attention takes it;
+        the logarithm of how many tokens a slot holds.
     """
-    require_tokens(features, "features")
-    batch, tokens, channels = features.shape
     cut = height, width, sy, sx, high, wide, quota
-    grid, numbers, warps = _launch(
-        batch,
-        tokens,
-        channels,
-        cut,
-        key is not None,
-        features.dtype == torch.float32,
-        has_fast_products(features.device),
-    )
+    number = capability(features.device)
+    how = _launch(number, features.shape, features.dtype, key is not None, cut)
     slot_of_token, order, offsets, log_sizes = _shapes(features, key, *cut)
-    with torch.cuda.device_of(features):
-        wrap_triton(match_windows_kernel)[grid](
-            features,
-            key,
-            slot_of_token,
-            order,
-            offsets,
-            log_sizes,
-            *features.stride(),
-            *numbers,
-            num_warps=warps,
-        )
+    tensors = features, key, slot_of_token, order, offsets, log_sizes
+    launch(wrap_triton(match_windows_kernel), how, tensors, features.stride())
     return slot_of_token, order, offsets, log_sizes
 
 
 @lru_cache(maxsize=64)
 def _launch(
-    batch: int,
-    tokens: int,
-    channels: int,
-    cut: tuple[int, ...],
-    is_random: bool,
-    is_float32: bool,
-    has_tensor_cores: bool,
+    number: int, shape: torch.Size, dtype: torch.dtype, is_random: bool, cut: tuple[int, ...]
 ) -> Launch:
-    """How the kernel is launched; ``cut`` is the arguments from ``height`` to ``quota``."""
+    """How the kernel is launched.
+
+    Args:
+        number: the compute capability.
+        shape: that of the features.
+        dtype: that of the features.
+        is_random: whether there is a key.
+        cut: the arguments of the launcher from ``height`` to ``quota``.
+    """
+    require_tokens(shape, dtype, "features")
+    batch, tokens, channels = shape
+    is_float32 = dtype == torch.float32
     height, width, sy, sx, high, wide, quota = cut
     down, across = height // sy // high, width // sx // wide
     inside = high * sy * wide * sx
@@ -337,10 +318,10 @@ def _launch(
     left_over = -(-(tokens - down * across * inside) // block)
     most_warps = _WARPS_OF_FLOAT32 if is_float32 else _WARPS
     cells_down, cells_across = height // sy, width // sx
-    shape = tokens, width, cells_down, cells_across, down, across, high, wide, quota
+    numbers = tokens, width, cells_down, cells_across, down, across, high, wide, quota
     at_once = _FEW_CHANNELS if is_float32 or channels < _MANY else _CHANNELS
     # Without tensor cores, products of half precision are less exact.
-    widens = not has_tensor_cores
+    widens = not has_fast_products(number)
     constants = sy, sx, is_random, block, cells, channels, at_once, widens
     warps = min(most_warps, max(4, block * cells // _PAIRS_OF_A_WARP))
-    return Launch((down * across + left_over, batch), (*shape, *constants), warps)
+    return Launch((down * across + left_over, batch, 1), (*numbers, *constants), warps)

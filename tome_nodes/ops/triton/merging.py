@@ -9,17 +9,10 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import reference
-from .shared import (
-    BLOCK_CHANNELS,
-    BLOCK_ROWS,
-    BLOCK_WARPS,
-    Launch,
-    operator,
-    padded,
-    require_tokens,
-    wrap_triton,
-)
-from .window_merging import merge_windows, suits
+from .launching import Launch, launch, wrap_triton
+from .operators import operator
+from .shared import BLOCK_CHANNELS, BLOCK_ROWS, BLOCK_WARPS, capability, padded, require_tokens
+from .window_merging import launch_of_windows, merge_windows
 
 # The most tokens of a slot that are loaded at once.
 _MEMBERS = 8
@@ -117,11 +110,7 @@ def merge(
     ``x`` is of float32, float16 or bfloat16. In half precision with a ``window``,
     :func:`merge_windows` merges.
     """
-    require_tokens(x, "x")
-    slots = len(offsets) // len(x)
-    if window is not None and suits(x):
-        return merge_windows(x, slot_of_token, slots, window)[0]
-    return _merge_slots(x, order, offsets, slots)[0]
+    return _merge(x, slot_of_token, order, offsets, None, window)[0]
 
 
 def _shapes_of_keys(x, slot_of_token, order, offsets, heads=1, window=None):
@@ -142,43 +131,48 @@ def merge_keys(
 
     Dtypes, sums and ``window`` are as in :func:`merge`.
     """
-    require_tokens(x, "x")
-    if x.shape[2] % heads:
-        raise ValueError(f"x has {x.shape[2]} channels, which {heads} heads cannot share evenly")
-    slots = len(offsets) // len(x)
-    if window is not None and suits(x, heads):
-        return merge_windows(x, slot_of_token, slots, window, heads)
-    return _merge_slots(x, order, offsets, slots, heads)
+    return _merge(x, slot_of_token, order, offsets, heads, window)
 
 
-def _merge_slots(
-    x: Tensor, order: Tensor, offsets: Tensor, slots: int, heads: int | None = None
+def _merge(
+    x: Tensor,
+    slot_of_token: Tensor,
+    order: Tensor,
+    offsets: Tensor,
+    heads: int | None,
+    window: Sequence[int] | None,
 ) -> tuple[Tensor, Tensor]:
     """Means, and means stretched per head; without ``heads``, the means twice."""
-    batch, tokens, channels = x.shape
-    means = torch.empty(batch, slots, channels, dtype=x.dtype, device=x.device)
+    slots = offsets.shape[0] // x.shape[0]
+    in_windows = window and launch_of_windows(
+        capability(x.device), x.shape, x.dtype, slots, tuple(window), heads
+    )
+    how = in_windows or _launch(x.shape, x.dtype, slots, heads)
+    means = torch.empty(x.shape[0], slots, x.shape[2], dtype=x.dtype, device=x.device)
     keys = means if heads is None else torch.empty_like(means)
-    grid, numbers, warps = _launch(batch, tokens, channels, slots, heads)
-    with torch.cuda.device_of(x):
-        wrap_triton(merge_kernel)[grid](
-            x, order, offsets, means, keys, *x.stride(), *numbers, num_warps=warps
-        )
+    if in_windows:
+        merge_windows(how, x, slot_of_token, means, keys)
+    else:
+        launch(wrap_triton(merge_kernel), how, (x, order, offsets, means, keys), x.stride())
     return means, keys
 
 
 @lru_cache(maxsize=64)
-def _launch(batch: int, tokens: int, channels: int, slots: int, heads: int | None) -> Launch:
-    """How :func:`_merge_slots` launches its kernel for these shapes."""
+def _launch(shape: torch.Size, dtype: torch.dtype, slots: int, heads: int | None) -> Launch:
+    """How ``merge_kernel`` is launched for tokens of this shape and dtype."""
+    require_tokens(shape, dtype, "x")
+    batch, tokens, channels = shape
     if heads is None:
         head_channels = lanes = BLOCK_CHANNELS
         members, at_once, warps = _MEMBERS, BLOCK_ROWS, BLOCK_WARPS
     else:
+        if channels % heads:
+            raise ValueError(f"x has {channels} channels, which {heads} heads cannot share evenly")
         head_channels = channels // heads
         lanes = padded(head_channels)
         members = max(1, min(_MEMBERS, _VALUES_OF_KEYS // lanes))
         at_once = max(1, min(_SLOTS_OF_KEYS, _VALUES_OF_KEYS // (members * lanes)))
         warps = _WARPS_OF_KEYS
     grid = -(-slots // at_once), -(-channels // head_channels), batch
-    shape = tokens, slots, channels
     constants = head_channels, lanes, at_once, members, heads is not None
-    return Launch(grid, (*shape, *constants), warps)
+    return Launch(grid, (tokens, slots, channels, *constants), warps)

@@ -1,12 +1,16 @@
 """Extra channels in every head, through which attention weighs its keys."""
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .. import reference
-from .shared import BLOCK_ROWS, BLOCK_WARPS, operator, padded, require_tokens, wrap_triton
+from .launching import Launch, launch, wrap_triton
+from .operators import operator
+from .shared import BLOCK_ROWS, BLOCK_WARPS, padded, require_tokens
 
 # The most values of a program, which holds all channels of a head; that is 64 values a thread.
 _VALUES = 4096
@@ -88,36 +92,25 @@ def widen(
     Tensors are of float32, float16 or bfloat16, of any strides.
     """
     for x, name in ((q, "q"), (k, "k"), (v, "v")):
-        require_tokens(x, name)
-    channels = q.shape[2] // heads
+        require_tokens(x.shape, x.dtype, name)
+    how = _launch(q.shape, k.shape, heads, scale, constant)
+    wide = _shapes(q, k, v, log_sizes, heads, scale, constant)
+    held = (x.contiguous() for x in (q, k, v, log_sizes))
+    launch(wrap_triton(widen_kernel), how, (*held, *wide))
+    return wide
+
+
+@lru_cache(maxsize=64)
+def _launch(
+    queries: torch.Size, keys: torch.Size, heads: int, scale: float, constant: float
+) -> Launch:
+    """How the kernel is launched for queries and keys of these shapes."""
+    channels = queries[2] // heads
     wide = channels + reference.EXTRA_CHANNELS
-    wide_q, wide_k, wide_v = (
-        torch.empty(*x.shape[:2], heads * wide, dtype=x.dtype, device=x.device) for x in (q, k, v)
-    )
-    query_rows, key_rows = q.shape[0] * q.shape[1], k.shape[0] * k.shape[1]
+    query_rows, key_rows = queries[0] * queries[1], keys[0] * keys[1]
     lanes = padded(wide)
     rows = max(1, min(BLOCK_ROWS, _VALUES // lanes))
     query_blocks, key_blocks = -(-query_rows // rows), -(-key_rows // rows)
-    with torch.cuda.device_of(q):
-        wrap_triton(widen_kernel)[(query_blocks + 2 * key_blocks, heads)](
-            q.contiguous(),
-            k.contiguous(),
-            v.contiguous(),
-            log_sizes.contiguous(),
-            wide_q,
-            wide_k,
-            wide_v,
-            query_rows,
-            key_rows,
-            query_blocks,
-            key_blocks,
-            heads,
-            scale,
-            constant,
-            rows,
-            channels,
-            wide,
-            lanes,
-            num_warps=BLOCK_WARPS,
-        )
-    return wide_q, wide_k, wide_v
+    counts = query_rows, key_rows, query_blocks, key_blocks
+    numbers = *counts, heads, scale, constant, rows, channels, wide, lanes
+    return Launch((query_blocks + 2 * key_blocks, heads, 1), numbers, BLOCK_WARPS)

@@ -4,7 +4,6 @@ A window takes the same time however many tokens its slots hold. Tokens are summ
 the picture, so sums do not depend on the order in which a plan lists them.
 """
 
-from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -12,15 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .shared import (
-    HALF,
-    Launch,
-    capability,
-    has_fast_products,
-    padded,
-    token_outside_windows,
-    wrap_triton,
-)
+from .launching import Launch, launch, wrap_triton
+from .shared import HALF, has_fast_products, padded, require_tokens, token_outside_windows
 
 # The channels of a program that stretches no means.
 _GROUP = 64
@@ -169,53 +161,31 @@ def _shape_of_program(number: int, has_keys: bool, channels: int) -> tuple[int, 
     return 64, 8192 if has_keys else 16384, 4 if number == 90 and channels <= 128 else 8
 
 
-def suits(x: Tensor, heads: int | None = None) -> bool:
-    """Whether :func:`merge_windows` should merge these tokens; arguments as there."""
-    # Masks of padded channels take too many registers on some GPUs.
-    is_whole = heads is None or x.shape[2] // heads % 16 == 0
-    return is_whole and x.dtype in HALF and has_fast_products(x.device)
-
-
-def merge_windows(
-    x: Tensor, slot_of_token: Tensor, slots: int, window: Sequence[int], heads: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """Means of slots in windows, and means stretched as by :func:`..reference.merge_keys`.
-
-    Args:
-        x: ``[batch, tokens, channels]`` of float16 or bfloat16, any strides.
-        slot_of_token: ``[batch, tokens]`` int64; slots are numbered window by window, followed by
-            the tokens that fill no window.
-        slots: number of slots in a sample.
-        window: see :attr:`tome_nodes.merging.plan.Plan.window`.
-        heads: number of heads, which are stretched separately; None to stretch nothing.
-
-    Returns:
-        Two ``[batch, slots, channels]`` of the dtype of ``x``; without ``heads``, the means twice.
-    """
-    batch, tokens, channels = x.shape
-    means = torch.empty(batch, slots, channels, dtype=x.dtype, device=x.device)
-    keys = means if heads is None else torch.empty_like(means)
-    grid, numbers, warps = _launch(
-        capability(x.device), batch, tokens, channels, slots, tuple(window), heads
-    )
-    with torch.cuda.device_of(x):
-        wrap_triton(merge_windows_kernel)[grid](
-            x, slot_of_token, means, keys, *x.stride(), *numbers, num_warps=warps
-        )
-    return means, keys
-
-
 @lru_cache(maxsize=64)
-def _launch(
+def launch_of_windows(
     number: int,
-    batch: int,
-    tokens: int,
-    channels: int,
+    shape: torch.Size,
+    dtype: torch.dtype,
     slots: int,
     window: tuple[int, int, int],
     heads: int | None,
-) -> Launch:
-    """How the kernel is launched for these shapes; ``number`` is the compute capability."""
+) -> Launch | None:
+    """How :func:`merge_windows` is launched; None if it should not merge these tokens.
+
+    Args:
+        number: the compute capability.
+        shape: that of the tokens, ``[batch, tokens, channels]``.
+        dtype: that of the tokens.
+        slots: number of slots in a sample.
+        window: see :attr:`tome_nodes.merging.plan.Plan.window`.
+        heads: number of heads, which are stretched separately; None to stretch nothing.
+    """
+    # Masks of padded channels take too many registers on some GPUs.
+    is_whole = heads is None or (shape[-1] % heads == 0 and shape[-1] // heads % 16 == 0)
+    if not (is_whole and dtype in HALF and has_fast_products(number)):
+        return None
+    require_tokens(shape, dtype, "x")
+    batch, tokens, channels = shape
     width, down, across = window
     windows_down, windows_across = tokens // width // down, width // across
     windows = windows_down * windows_across
@@ -226,8 +196,25 @@ def _launch(
     most, values, warps = _shape_of_program(number, heads is not None, head_channels)
     pieces = -(-slots_of_window // most)
     programs = windows * pieces + -(-beside // most)
-    shape = tokens, slots, *window, windows_down, windows_across, slots_of_window, pieces
+    numbers = tokens, slots, *window, windows_down, windows_across, slots_of_window, pieces
     at_once = min(padded(head_channels), max(16, values // inside))
     constants = channels, head_channels, at_once, most, inside, heads is not None
     grid = programs, -(-channels // head_channels), batch
-    return Launch(grid, (*shape, *constants), warps)
+    return Launch(grid, (*numbers, *constants), warps)
+
+
+def merge_windows(
+    how: Launch, x: Tensor, slot_of_token: Tensor, means: Tensor, keys: Tensor
+) -> None:
+    """Write the means of slots in windows, and the stretched ones if they are not the same tensor.
+
+    Args:
+        how: from :func:`launch_of_windows`.
+        x: ``[batch, tokens, channels]`` of float16 or bfloat16, any strides.
+        slot_of_token: ``[batch, tokens]`` int64; slots are numbered window by window, followed by
+            the tokens that fill no window.
+        means: ``[batch, slots, channels]`` of the dtype of ``x``, contiguous.
+        keys: the same for means stretched as by :func:`..reference.merge_keys`.
+    """
+    tensors = x, slot_of_token, means, keys
+    launch(wrap_triton(merge_windows_kernel), how, tensors, x.stride())
