@@ -17,6 +17,7 @@ from benchmarks.speed.measure import Operators
 from tome_nodes.comfyui.attachment import attach
 from tome_nodes.comfyui.models.unet import weigh_keys
 from tome_nodes.ops import triton as kernels
+from tome_nodes.ops.triton import launching
 from tome_nodes.ops.triton.merging import merge_kernel
 from tome_nodes.patching.key_weights import Capabilities, KeyWeights
 from tome_nodes.settings.config import ToMeConfig
@@ -27,21 +28,23 @@ pytestmark = pytest.mark.newest_only
 
 @contextmanager
 def launches():
-    """Count Triton's launches, and the operators that launch."""
+    """Count launches, each of which asks Triton for its kernel, and the operators that launch."""
     kind, counter = type(merge_kernel), Operators()
     own = kind.__getitem__
 
     def launcher(kernel, grid):
         def launch(*arguments, **options):
             before = counter.count
-            own(kernel, grid)(*arguments, **options)
+            compiled = own(kernel, grid)(*arguments, **options)
             # What an interpreted kernel does on the host is not counted.
             counter.count = before + 1
+            return compiled
 
         return launch
 
     with pytest.MonkeyPatch.context() as patch, counter:
         patch.setattr(kind, "__getitem__", launcher)
+        patch.setattr(launching, "_REMEMBERS", False)
         yield counter
 
 

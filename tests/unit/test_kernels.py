@@ -246,6 +246,12 @@ def test_tokens_that_do_not_fit_are_named():
         plan.merge(x.double())
     with pytest.raises(ValueError, match="x has 4 channels, which 3 heads cannot share evenly"):
         plan.merge_keys(x, 3)
+    with pytest.raises(
+        ValueError, match="q, k and v have 4, 4 and 2 channels: all must be the same"
+    ):
+        kernels.widen(x, x, x[..., :2], x[..., 0], 2, 1.0, 1.0)
+    with pytest.raises(ValueError, match=r"x is \(\) of torch.float32: it must be"):
+        kernels.merge(x.sum(), plan.slot_of_token, plan.order, plan.offsets)
 
 
 def test_operators_pass_the_checks_of_torch():

@@ -1,7 +1,7 @@
 """Launch kernels in little time.
 
-Triton compiles a kernel for kinds of arguments. To find out the kind takes longer than all else
-that is done for a launch, so what it has compiled is remembered, and launched without asking again.
+Triton compiles a kernel once for each kind of arguments. Finding the kind takes longer than the
+rest of a launch, so compiled kernels are remembered by it, and launched directly.
 """
 
 from contextvars import ContextVar
@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
-_REMEMBERS = torch.__version__ >= "2.11" and torch.version.hip is None
-"""Whether what was compiled is remembered. With PyTorch 2.11 comes a Triton that launches it with
-the arguments of the kernel. On AMD's GPUs, the kind also depends on the memory around a tensor."""
+_REMEMBERS = TorchVersion(triton.__version__) >= "3.6" and torch.version.hip is None
+"""Whether compiled kernels are remembered. Those of an earlier Triton may take other arguments. On
+AMD's GPUs, the kind also depends on the size of a tensor's storage."""
 
 _ALIGNED = 16
 """Triton compiles wide loads for tensors that begin at a multiple of this many bytes."""
@@ -30,7 +32,7 @@ class Launch:
         grid: the programs, on three sides.
         numbers: the arguments after the tensors and their strides, in the order of the kernel.
         warps: the warps of a program.
-        compiled: what Triton has compiled, by all that it depends on besides the numbers.
+        compiled: the compiled kernels, by all that they depend on besides numbers and warps.
     """
 
     grid: tuple[int, int, int]
@@ -44,7 +46,7 @@ def launch(
 ) -> None:
     """Launch a kernel.
 
-    Arguments go by position, which saves Triton a quarter of its time.
+    Arguments go by position, as compiled kernels take them.
 
     Args:
         kernel: from :func:`wrap_triton`.
@@ -58,15 +60,16 @@ def launch(
     with torch.cuda.device_of(first):
         if _REMEMBERS and not is_traced.get():
             dtypes: list[torch.dtype | None] = []
-            places = 0
+            addresses = 0
             for tensor in tensors:
                 dtypes.append(None if tensor is None else tensor.dtype)
-                places |= 0 if tensor is None else tensor.data_ptr()
-            if places % _ALIGNED == 0:
-                kind = kernel, first.get_device(), strides, *dtypes
-                compiled = how.compiled.get(kind)
+                addresses |= 0 if tensor is None else tensor.data_ptr()
+            if addresses % _ALIGNED == 0:
+                # An identity, since Triton computes the hash of a kernel under a lock.
+                key = id(kernel), first.get_device(), strides, *dtypes
+                compiled = how.compiled.get(key)
                 if compiled is None:
-                    how.compiled[kind] = kernel[how.grid](*arguments, num_warps=how.warps)
+                    how.compiled[key] = kernel[how.grid](*arguments, num_warps=how.warps)
                 else:
                     compiled[how.grid](*arguments)
                 return

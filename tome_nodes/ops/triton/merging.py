@@ -143,12 +143,14 @@ def _merge(
     window: Sequence[int] | None,
 ) -> tuple[Tensor, Tensor]:
     """Means, and means stretched per head; without ``heads``, the means twice."""
-    slots = offsets.shape[0] // x.shape[0]
-    in_windows = window and launch_of_windows(
-        capability(x.device), x.shape, x.dtype, slots, tuple(window), heads
-    )
-    how = in_windows or _launch(x.shape, x.dtype, slots, heads)
-    means = torch.empty(x.shape[0], slots, x.shape[2], dtype=x.dtype, device=x.device)
+    shape, dtype, device, all_slots = x.shape, x.dtype, x.device, offsets.shape[0]
+    in_windows = None
+    if window is not None:
+        number = capability(device)
+        in_windows = launch_of_windows(number, shape, dtype, all_slots, tuple(window), heads)
+    how = in_windows or _launch(shape, dtype, all_slots, heads)
+    batch, _, channels = shape
+    means = torch.empty(batch, all_slots // batch, channels, dtype=dtype, device=device)
     keys = means if heads is None else torch.empty_like(means)
     if in_windows:
         merge_windows(how, x, slot_of_token, means, keys)
@@ -158,10 +160,11 @@ def _merge(
 
 
 @lru_cache(maxsize=64)
-def _launch(shape: torch.Size, dtype: torch.dtype, slots: int, heads: int | None) -> Launch:
-    """How ``merge_kernel`` is launched for tokens of this shape and dtype."""
+def _launch(shape: torch.Size, dtype: torch.dtype, all_slots: int, heads: int | None) -> Launch:
+    """How ``merge_kernel`` is launched; ``shape`` and ``dtype`` are those of the tokens."""
     require_tokens(shape, dtype, "x")
     batch, tokens, channels = shape
+    slots = all_slots // batch
     if heads is None:
         head_channels = lanes = BLOCK_CHANNELS
         members, at_once, warps = _MEMBERS, BLOCK_ROWS, BLOCK_WARPS

@@ -20,7 +20,7 @@ def operator(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a launcher as a torch operator, which torch.compile calls instead.
 
-    Without torch.compile the launcher is called directly: the operator would take as much time as a
+    Without torch.compile the launcher is called directly: the operator would take longer than a
     launch. If a launch fails, arguments of the same shapes go to the reference.
 
     Args:
@@ -106,6 +106,8 @@ def _without_symbols(x: Any) -> Any:
     """An argument with plain numbers, on which a launch depends; so each size has its own graph."""
     if isinstance(x, torch.SymInt):
         return int(x)
+    if isinstance(x, torch.SymFloat):
+        return float(x)
     if isinstance(x, list):
         return [*map(_without_symbols, x)]
     if isinstance(x, Tensor) and any(isinstance(length, torch.SymInt) for length in x.shape):

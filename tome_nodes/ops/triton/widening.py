@@ -91,9 +91,7 @@ def widen(
 
     Tensors are of float32, float16 or bfloat16, of any strides.
     """
-    for x, name in ((q, "q"), (k, "k"), (v, "v")):
-        require_tokens(x.shape, x.dtype, name)
-    how = _launch(q.shape, k.shape, heads, scale, constant)
+    how = _launch(q.shape, k.shape, v.shape, q.dtype, heads, scale, constant)
     wide = _shapes(q, k, v, log_sizes, heads, scale, constant)
     held = (x.contiguous() for x in (q, k, v, log_sizes))
     launch(wrap_triton(widen_kernel), how, (*held, *wide))
@@ -102,9 +100,22 @@ def widen(
 
 @lru_cache(maxsize=64)
 def _launch(
-    queries: torch.Size, keys: torch.Size, heads: int, scale: float, constant: float
+    queries: torch.Size,
+    keys: torch.Size,
+    values: torch.Size,
+    dtype: torch.dtype,
+    heads: int,
+    scale: float,
+    constant: float,
 ) -> Launch:
-    """How the kernel is launched for queries and keys of these shapes."""
+    """How the kernel is launched for queries, keys and values of these shapes."""
+    for shape, name in ((queries, "q"), (keys, "k"), (values, "v")):
+        require_tokens(shape, dtype, name)
+    if queries[2] % heads or not queries[2] == keys[2] == values[2]:
+        raise ValueError(
+            f"q, k and v have {queries[2]}, {keys[2]} and {values[2]} channels: all must be the "
+            f"same, for {heads} heads to share evenly"
+        )
     channels = queries[2] // heads
     wide = channels + reference.EXTRA_CHANNELS
     query_rows, key_rows = queries[0] * queries[1], keys[0] * keys[1]

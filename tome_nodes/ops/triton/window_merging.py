@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launching import Launch, launch, wrap_triton
-from .shared import HALF, has_fast_products, padded, require_tokens, token_outside_windows
+from .shared import HALF, has_fast_products, padded, token_outside_windows
 
 # The channels of a program that stretches no means.
 _GROUP = 64
@@ -166,7 +166,7 @@ def launch_of_windows(
     number: int,
     shape: torch.Size,
     dtype: torch.dtype,
-    slots: int,
+    all_slots: int,
     window: tuple[int, int, int],
     heads: int | None,
 ) -> Launch | None:
@@ -176,16 +176,16 @@ def launch_of_windows(
         number: the compute capability.
         shape: that of the tokens, ``[batch, tokens, channels]``.
         dtype: that of the tokens.
-        slots: number of slots in a sample.
+        all_slots: number of slots in the batch.
         window: see :attr:`tome_nodes.merging.plan.Plan.window`.
         heads: number of heads, which are stretched separately; None to stretch nothing.
     """
     # Masks of padded channels take too many registers on some GPUs.
     is_whole = heads is None or (shape[-1] % heads == 0 and shape[-1] // heads % 16 == 0)
-    if not (is_whole and dtype in HALF and has_fast_products(number)):
+    if not (len(shape) == 3 and is_whole and dtype in HALF and has_fast_products(number)):
         return None
-    require_tokens(shape, dtype, "x")
     batch, tokens, channels = shape
+    slots = all_slots // batch
     width, down, across = window
     windows_down, windows_across = tokens // width // down, width // across
     windows = windows_down * windows_across
