@@ -5,7 +5,8 @@ python3 dev.py bench --host-time [--quick]
 The UNets have as many modules as SD 1.5 and SDXL, but so few channels and tokens that an evaluation
 is all Python and calls of operators. The launchers of the Triton kernels run up to the launch,
 which is left out because there is no GPU; it takes 3 to 5 µs more. An evaluation runs between two
-of the unpatched model with the same inputs, and the time is the difference from their mean.
+of the unpatched model with the same inputs. The time is the median of its differences from both,
+since other programs make single evaluations much slower.
 """
 
 import argparse
@@ -96,8 +97,9 @@ class _Compared(Subject):
     """Evaluates the unpatched model before and after the patched one.
 
     Attributes:
-        plain: for each step, the mean seconds of the two unpatched evaluations.
-        added: seconds that the patched one takes more. Only this thread is timed.
+        plain: for each step, the seconds of the two unpatched evaluations.
+        added: for each step, the seconds that the patched one takes more than either. Only this
+            thread is timed.
     """
 
     def compare(self, patched: ModelPatcher) -> None:
@@ -117,8 +119,8 @@ class _Compared(Subject):
             seconds.append(time.thread_time() - _Unlaunched.seconds - start)
             result = output if given is options else result
         before, own, after = seconds
-        self.plain.append((before + after) / 2)
-        self.added.append(own - self.plain[-1])
+        self.plain += before, after
+        self.added += own - before, own - after
         self._outputs.append(result)
         return result
 
@@ -252,7 +254,7 @@ def measure(model: Thin, rounds: int) -> dict[str, Figures]:
                 compared.compare(attach(compared.model, configs[name]))
             plain.extend(compared.plain)
             # The first evaluation also prepares the run.
-            return statistics.mean(compared.added[1:])
+            return statistics.median(compared.added[2:])
 
         gc.disable()
         try:

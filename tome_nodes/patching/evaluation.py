@@ -130,7 +130,7 @@ class Run:
             with model.overrides(evaluation).installed(others):
                 yield
         finally:
-            model.forget()
+            model.forget(evaluation)
             model.evaluation = outer
 
     def _obstacle(
