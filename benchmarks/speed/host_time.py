@@ -97,9 +97,9 @@ class _Compared(Subject):
     """Evaluates the unpatched model before and after the patched one.
 
     Attributes:
-        plain: for each step, the seconds of the two unpatched evaluations.
-        added: for each step, the seconds that the patched one takes more than either. Only this
-            thread is timed.
+        plain: two for each step, the seconds of the unpatched evaluations.
+        added: two for each step, the seconds of the patched evaluation minus those of each
+            unpatched one. Only this thread is timed.
     """
 
     def compare(self, patched: ModelPatcher) -> None:
@@ -325,7 +325,7 @@ def main() -> int:
     record.write_page(
         [
             f"# Host time: `{result['command']}`",
-            f"{result['machine']['description']}, {result['date']}. The time that merging "
+            f"{result['machine']['description']}, {result['date']}. The median time that merging "
             "adds to an evaluation before any kernel runs, and the launches that it adds, on "
             "average over a run of 8 steps.",
             f"`{result['summary']}`",

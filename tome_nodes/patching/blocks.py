@@ -62,11 +62,19 @@ class Outcome:
         """Note that something ran on the slots of ``plan`` instead of on ``tokens`` tokens."""
         self.before, self.plan = tokens, plan
 
-    def of(self, block: str) -> "Outcome":
+    def copied_to(self, block: str) -> "Outcome":
         """The same outcome of another block."""
         # Not dataclasses.replace, which is slow, and SDXL has dozens of blocks.
-        seen = self.before, self.plan, self.grid, self.reason
-        return Outcome(block, *seen, self.unweighted_reason, self.is_patched, self.has_run)
+        return Outcome(
+            block=block,
+            before=self.before,
+            plan=self.plan,
+            grid=self.grid,
+            reason=self.reason,
+            unweighted_reason=self.unweighted_reason,
+            is_patched=self.is_patched,
+            has_run=self.has_run,
+        )
 
     @property
     def after(self) -> int:
@@ -232,7 +240,7 @@ class PatchedModel:
         self._overrides: dict[tuple[int, bool], Overrides] = {}
         self._deepest: dict[Grid, int] = {}
         self._saved_by_preset: dict[Grid, float | None] = {}
-        self._blocks_down_to: dict[int, list[Block]] = {}
+        self._overridden: dict[int, list[Block]] = {}
         self.blocks = [
             record.block(self, stack, index)
             for stack in stacks
@@ -275,17 +283,17 @@ class PatchedModel:
         return self._overrides[kind]
 
     def _make_overrides(self, deepest: int, weighs_stacks: bool) -> Iterator[Override]:
-        for block in self._blocks_to(deepest):
+        for block in self._overridden_blocks(deepest):
             yield from block.overrides_of_stack() if weighs_stacks else block.overrides()
 
-    def _blocks_to(self, deepest: int) -> list["Block"]:
+    def _overridden_blocks(self, deepest: int) -> list["Block"]:
         """The blocks that are overridden if grids may be ``deepest`` times smaller to be merged."""
         if self.observer.follows_blocks:
             return self.blocks
-        if deepest not in self._blocks_down_to:
+        if deepest not in self._overridden:
             blocks = [block for block in self.blocks if block.stack.level <= deepest]
-            self._blocks_down_to[deepest] = blocks
-        return self._blocks_down_to[deepest]
+            self._overridden[deepest] = blocks
+        return self._overridden[deepest]
 
     def too_few(self, tokens: int) -> str:
         """The reason to report if a feature map has too few tokens."""
@@ -295,14 +303,14 @@ class PatchedModel:
         """The outcomes of the blocks that ran, completed."""
         outcomes: list[Outcome] = []
         of_first = Outcome("")
-        for block in self._blocks_to(evaluation.deepest):
+        for block in self._overridden_blocks(evaluation.deepest):
             outcome = block.outcome
             if block.index == 0:
                 of_first = outcome
             elif evaluation.weighs_stacks and block.has_plan_of_stack and of_first.has_run:
                 if not outcome.has_run:
                     # It is not overridden, or its attention, which is, was not called.
-                    outcome = of_first.of(block.name)
+                    outcome = of_first.copied_to(block.name)
                     if block.merges_only_keys and outcome.plan is not None:
                         outcome.plan, outcome.reason = None, reasons.ATTENTION_REPLACED
                 outcome.unweighted_reason = outcome.unweighted_reason or of_first.unweighted_reason
@@ -317,7 +325,7 @@ class PatchedModel:
 
     def forget(self, evaluation: Evaluation) -> None:
         """Drop what an evaluation has left in blocks."""
-        for block in self._blocks_to(evaluation.deepest):
+        for block in self._overridden_blocks(evaluation.deepest):
             if block.outcome.has_run:
                 block.forget()
 

@@ -63,15 +63,15 @@ def add_change(x: Tensor, before: Tensor, after: Tensor, slot_of_token: Tensor) 
 
     Tensors are of float32, float16 or bfloat16, of any strides; sums are in float32.
     """
-    how = _launch(x.shape, x.dtype)
-    result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    how = _launch_of(x.shape, x.dtype)
+    result = _shapes(x, before, after, slot_of_token)
     tensors = x, before.contiguous(), after.contiguous(), slot_of_token, result
     launch(wrap_triton(add_change_kernel), how, tensors, x.stride())
     return result
 
 
 @lru_cache(maxsize=64)
-def _launch(shape: torch.Size, dtype: torch.dtype) -> Launch:
+def _launch_of(shape: torch.Size, dtype: torch.dtype) -> Launch:
     """How the kernel is launched for tokens of this shape and dtype."""
     require_tokens(shape, dtype, "x")
     batch, tokens, channels = shape

@@ -1,7 +1,8 @@
-"""Launch kernels in little time.
+"""Launch kernels quickly.
 
 Triton compiles a kernel once for each kind of arguments. Finding the kind takes longer than the
-rest of a launch, so compiled kernels are remembered by it, and launched directly.
+rest of a launch. So compiled kernels are remembered by what the kind depends on, and launched
+directly.
 """
 
 from contextvars import ContextVar
@@ -11,11 +12,10 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from torch.torch_version import TorchVersion
 
-_REMEMBERS = TorchVersion(triton.__version__) >= "3.6" and torch.version.hip is None
-"""Whether compiled kernels are remembered. Those of an earlier Triton may take other arguments. On
-AMD's GPUs, the kind also depends on the size of a tensor's storage."""
+_REMEMBERS = triton.__version__.startswith("3.6.") and torch.version.hip is None
+"""Whether compiled kernels are remembered: in the version of Triton for which a test compares them
+with its own choice. On AMD's GPUs, the kind also depends on the size of a tensor's storage."""
 
 _ALIGNED = 16
 """Triton compiles wide loads for tensors that begin at a multiple of this many bytes."""
@@ -65,7 +65,8 @@ def launch(
                 dtypes.append(None if tensor is None else tensor.dtype)
                 addresses |= 0 if tensor is None else tensor.data_ptr()
             if addresses % _ALIGNED == 0:
-                # An identity, since Triton computes the hash of a kernel under a lock.
+                # Benchmarks and tests put other kernels in place. What is compiled holds its
+                # kernel, so no other gets this identity.
                 key = id(kernel), first.get_device(), strides, *dtypes
                 compiled = how.compiled.get(key)
                 if compiled is None:

@@ -287,8 +287,8 @@ def match_windows(
         the logarithm of how many tokens a slot holds.
     """
     cut = height, width, sy, sx, high, wide, quota
-    number = capability(features.device)
-    how = _launch(number, features.shape, features.dtype, key is not None, cut)
+    compute_capability = capability(features.device)
+    how = _launch_of(compute_capability, features.shape, features.dtype, key is not None, cut)
     slot_of_token, order, offsets, log_sizes = _shapes(features, key, *cut)
     tensors = features, key, slot_of_token, order, offsets, log_sizes
     launch(wrap_triton(match_windows_kernel), how, tensors, features.stride())
@@ -296,13 +296,17 @@ def match_windows(
 
 
 @lru_cache(maxsize=64)
-def _launch(
-    number: int, shape: torch.Size, dtype: torch.dtype, is_random: bool, cut: tuple[int, ...]
+def _launch_of(
+    compute_capability: int,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    is_random: bool,
+    cut: tuple[int, ...],
 ) -> Launch:
     """How the kernel is launched.
 
     Args:
-        number: the compute capability.
+        compute_capability: that of the device.
         shape: that of the features.
         dtype: that of the features.
         is_random: whether there is a key.
@@ -321,7 +325,7 @@ def _launch(
     numbers = tokens, width, cells_down, cells_across, down, across, high, wide, quota
     at_once = _FEW_CHANNELS if is_float32 or channels < _MANY else _CHANNELS
     # Without tensor cores, products of half precision are less exact.
-    widens = not has_fast_products(number)
+    widens = not has_fast_products(compute_capability)
     constants = sy, sx, is_random, block, cells, channels, at_once, widens
     warps = min(most_warps, max(4, block * cells // _PAIRS_OF_A_WARP))
     return Launch((down * across + left_over, batch, 1), (*numbers, *constants), warps)

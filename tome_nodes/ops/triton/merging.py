@@ -11,8 +11,16 @@ from torch import Tensor
 from .. import reference
 from .launching import Launch, launch, wrap_triton
 from .operators import operator
-from .shared import BLOCK_CHANNELS, BLOCK_ROWS, BLOCK_WARPS, capability, padded, require_tokens
-from .window_merging import launch_of_windows, merge_windows
+from .shared import (
+    BLOCK_CHANNELS,
+    BLOCK_ROWS,
+    BLOCK_WARPS,
+    capability,
+    padded,
+    require_heads,
+    require_tokens,
+)
+from .window_merging import launch_of_windows, merge_windows, suits
 
 # The most tokens of a slot that are loaded at once.
 _MEMBERS = 8
@@ -143,14 +151,12 @@ def _merge(
     window: Sequence[int] | None,
 ) -> tuple[Tensor, Tensor]:
     """Means, and means stretched per head; without ``heads``, the means twice."""
-    shape, dtype, device, all_slots = x.shape, x.dtype, x.device, offsets.shape[0]
-    in_windows = None
-    if window is not None:
-        number = capability(device)
-        in_windows = launch_of_windows(number, shape, dtype, all_slots, tuple(window), heads)
-    how = in_windows or _launch(shape, dtype, all_slots, heads)
-    batch, _, channels = shape
-    means = torch.empty(batch, all_slots // batch, channels, dtype=dtype, device=device)
+    batch_slots = offsets.shape[0]
+    held = None if window is None else tuple(window)
+    compute_capability = capability(x.device)
+    how, in_windows = _launch_of(compute_capability, x.shape, x.dtype, batch_slots, heads, held)
+    batch, _, channels = x.shape
+    means = torch.empty(batch, batch_slots // batch, channels, dtype=x.dtype, device=x.device)
     keys = means if heads is None else torch.empty_like(means)
     if in_windows:
         merge_windows(how, x, slot_of_token, means, keys)
@@ -160,17 +166,26 @@ def _merge(
 
 
 @lru_cache(maxsize=64)
-def _launch(shape: torch.Size, dtype: torch.dtype, all_slots: int, heads: int | None) -> Launch:
-    """How ``merge_kernel`` is launched; ``shape`` and ``dtype`` are those of the tokens."""
+def _launch_of(
+    compute_capability: int,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    batch_slots: int,
+    heads: int | None,
+    window: tuple[int, int, int] | None,
+) -> tuple[Launch, bool]:
+    """How to launch the kernel for some tokens, and whether it is that of windows."""
     require_tokens(shape, dtype, "x")
+    if heads is not None:
+        require_heads(shape, heads, "x")
     batch, tokens, channels = shape
-    slots = all_slots // batch
+    slots = batch_slots // batch
+    if window is not None and suits(compute_capability, shape, dtype, heads):
+        return launch_of_windows(compute_capability, shape, slots, window, heads), True
     if heads is None:
         head_channels = lanes = BLOCK_CHANNELS
         members, at_once, warps = _MEMBERS, BLOCK_ROWS, BLOCK_WARPS
     else:
-        if channels % heads:
-            raise ValueError(f"x has {channels} channels, which {heads} heads cannot share evenly")
         head_channels = channels // heads
         lanes = padded(head_channels)
         members = max(1, min(_MEMBERS, _VALUES_OF_KEYS // lanes))
@@ -178,4 +193,4 @@ def _launch(shape: torch.Size, dtype: torch.dtype, all_slots: int, heads: int | 
         warps = _WARPS_OF_KEYS
     grid = -(-slots // at_once), -(-channels // head_channels), batch
     constants = head_channels, lanes, at_once, members, heads is not None
-    return Launch(grid, (tokens, slots, channels, *constants), warps)
+    return Launch(grid, (tokens, slots, channels, *constants), warps), False

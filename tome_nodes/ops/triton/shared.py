@@ -30,12 +30,9 @@ def capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
-def has_fast_products(number: int) -> bool:
-    """Whether products in half precision run on tensor cores; Triton leaves Turing's unused.
-
-    ``number`` is that of :func:`capability`.
-    """
-    return not 0 < number < 80
+def has_fast_products(compute_capability: int) -> bool:
+    """Whether products in half precision run on tensor cores; Triton leaves Turing's unused."""
+    return not 0 < compute_capability < 80
 
 
 def require_tokens(shape: torch.Size, dtype: torch.dtype, name: str) -> None:
@@ -45,6 +42,12 @@ def require_tokens(shape: torch.Size, dtype: torch.dtype, name: str) -> None:
             f"{name} is {tuple(shape)} of {dtype}: it must be [batch, tokens, channels] of "
             "float32, float16 or bfloat16"
         )
+
+
+def require_heads(shape: torch.Size, heads: int, name: str) -> None:
+    """Raise a ValueError that names a tensor if heads cannot share its channels evenly."""
+    if shape[2] % heads:
+        raise ValueError(f"{name} has {shape[2]} channels, which {heads} heads cannot share evenly")
 
 
 def padded(count: int) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import reference
 from .launching import Launch, launch, wrap_triton
 from .operators import operator
-from .shared import BLOCK_ROWS, BLOCK_WARPS, padded, require_tokens
+from .shared import BLOCK_ROWS, BLOCK_WARPS, padded, require_heads, require_tokens
 
 # The most values of a program, which holds all channels of a head; that is 64 values a thread.
 _VALUES = 4096
@@ -91,7 +91,8 @@ def widen(
 
     Tensors are of float32, float16 or bfloat16, of any strides.
     """
-    how = _launch(q.shape, k.shape, v.shape, q.dtype, heads, scale, constant)
+    shapes, dtypes = (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype)
+    how = _launch_of(shapes, dtypes, heads, scale, constant)
     wide = _shapes(q, k, v, log_sizes, heads, scale, constant)
     held = (x.contiguous() for x in (q, k, v, log_sizes))
     launch(wrap_triton(widen_kernel), how, (*held, *wide))
@@ -99,23 +100,20 @@ def widen(
 
 
 @lru_cache(maxsize=64)
-def _launch(
-    queries: torch.Size,
-    keys: torch.Size,
-    values: torch.Size,
-    dtype: torch.dtype,
+def _launch_of(
+    shapes: tuple[torch.Size, ...],
+    dtypes: tuple[torch.dtype, ...],
     heads: int,
     scale: float,
     constant: float,
 ) -> Launch:
-    """How the kernel is launched for queries, keys and values of these shapes."""
-    for shape, name in ((queries, "q"), (keys, "k"), (values, "v")):
+    """How the kernel is launched for queries, keys and values of these shapes and dtypes."""
+    for shape, dtype, name in zip(shapes, dtypes, "qkv", strict=True):
         require_tokens(shape, dtype, name)
-    if queries[2] % heads or not queries[2] == keys[2] == values[2]:
-        raise ValueError(
-            f"q, k and v have {queries[2]}, {keys[2]} and {values[2]} channels: all must be the "
-            f"same, for {heads} heads to share evenly"
-        )
+        if shape[2] != shapes[0][2]:
+            raise ValueError(f"{name} has {shape[2]} channels, and q has {shapes[0][2]}")
+    queries, keys, _ = shapes
+    require_heads(queries, heads, "q")
     channels = queries[2] // heads
     wide = channels + reference.EXTRA_CHANNELS
     query_rows, key_rows = queries[0] * queries[1], keys[0] * keys[1]

@@ -4,8 +4,6 @@ A window takes the same time however many tokens its slots hold. Tokens are summ
 the picture, so sums do not depend on the order in which a plan lists them.
 """
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
@@ -148,44 +146,45 @@ def merge_windows_kernel(
             tl.store(keys + at, (mean * stretch[:, None]).to(keys.dtype.element_ty), mask=mask)
 
 
-def _shape_of_program(number: int, has_keys: bool, channels: int) -> tuple[int, int, int]:
+def _shape_of_program(
+    compute_capability: int, has_keys: bool, channels: int
+) -> tuple[int, int, int]:
     """Slots of a program, tokens times channels that it loads at once, and its warps.
-
-    ``number`` is that of :func:`..shared.capability`.
 
     These are the fastest on an H200. No other GPU was measured. Other GPUs have too few registers
     for four warps, and AMD's have too few for as many slots.
     """
-    if number == 0:
+    if compute_capability == 0:
         return 32 if has_keys else 64, 8192, 8
-    return 64, 8192 if has_keys else 16384, 4 if number == 90 and channels <= 128 else 8
+    return 64, 8192 if has_keys else 16384, 4 if compute_capability == 90 and channels <= 128 else 8
 
 
-@lru_cache(maxsize=64)
+def suits(
+    compute_capability: int, shape: torch.Size, dtype: torch.dtype, heads: int | None
+) -> bool:
+    """Whether :func:`merge_windows` should merge tokens of this shape and dtype."""
+    # Masks of padded channels take too many registers on some GPUs.
+    is_whole = heads is None or shape[2] // heads % 16 == 0
+    return is_whole and dtype in HALF and has_fast_products(compute_capability)
+
+
 def launch_of_windows(
-    number: int,
+    compute_capability: int,
     shape: torch.Size,
-    dtype: torch.dtype,
-    all_slots: int,
+    slots: int,
     window: tuple[int, int, int],
     heads: int | None,
-) -> Launch | None:
-    """How :func:`merge_windows` is launched; None if it should not merge these tokens.
+) -> Launch:
+    """How :func:`merge_windows` is launched.
 
     Args:
-        number: the compute capability.
+        compute_capability: that of :func:`..shared.capability`.
         shape: that of the tokens, ``[batch, tokens, channels]``.
-        dtype: that of the tokens.
-        all_slots: number of slots in the batch.
+        slots: number of slots in a sample.
         window: see :attr:`tome_nodes.merging.plan.Plan.window`.
         heads: number of heads, which are stretched separately; None to stretch nothing.
     """
-    # Masks of padded channels take too many registers on some GPUs.
-    is_whole = heads is None or (shape[-1] % heads == 0 and shape[-1] // heads % 16 == 0)
-    if not (len(shape) == 3 and is_whole and dtype in HALF and has_fast_products(number)):
-        return None
     batch, tokens, channels = shape
-    slots = all_slots // batch
     width, down, across = window
     windows_down, windows_across = tokens // width // down, width // across
     windows = windows_down * windows_across
@@ -193,7 +192,7 @@ def launch_of_windows(
     slots_of_window = (slots - beside) // windows
     inside = padded(down * across)
     head_channels = channels // heads if heads else min(channels, _GROUP)
-    most, values, warps = _shape_of_program(number, heads is not None, head_channels)
+    most, values, warps = _shape_of_program(compute_capability, heads is not None, head_channels)
     pieces = -(-slots_of_window // most)
     programs = windows * pieces + -(-beside // most)
     numbers = tokens, slots, *window, windows_down, windows_across, slots_of_window, pieces
