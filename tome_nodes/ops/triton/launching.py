@@ -58,23 +58,28 @@ def launch(
     assert first is not None
     arguments = *tensors, *strides, *how.numbers
     with torch.cuda.device_of(first):
+        key = None
         if _REMEMBERS and not is_traced.get():
-            dtypes: list[torch.dtype | None] = []
-            addresses = 0
-            for tensor in tensors:
-                dtypes.append(None if tensor is None else tensor.dtype)
-                addresses |= 0 if tensor is None else tensor.data_ptr()
-            if addresses % _ALIGNED == 0:
-                # Benchmarks and tests put other kernels in place. What is compiled holds its
-                # kernel, so no other gets this identity.
-                key = id(kernel), first.get_device(), strides, *dtypes
-                compiled = how.compiled.get(key)
-                if compiled is None:
-                    how.compiled[key] = kernel[how.grid](*arguments, num_warps=how.warps)
-                else:
-                    compiled[how.grid](*arguments)
-                return
-        kernel[how.grid](*arguments, num_warps=how.warps)
+            # Benchmarks and tests put other kernels in place. What is compiled holds its kernel, so
+            # no other gets this identity.
+            key = _key((id(kernel), first.get_device(), strides), tensors)
+        compiled = None if key is None else how.compiled.get(key)
+        if compiled is not None:
+            compiled[how.grid](*arguments)
+            return
+        compiled = kernel[how.grid](*arguments, num_warps=how.warps)
+        if key is not None:
+            how.compiled[key] = compiled
+
+
+def _key(known: tuple[Any, ...], tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...] | None:
+    """What is known, and the dtypes; None if a tensor begins where no wide load can."""
+    dtypes: list[torch.dtype | None] = []
+    addresses = 0
+    for tensor in tensors:
+        dtypes.append(None if tensor is None else tensor.dtype)
+        addresses |= 0 if tensor is None else tensor.data_ptr()
+    return None if addresses % _ALIGNED else (*known, *dtypes)
 
 
 def wrap_triton(kernel: Any) -> Any:
