@@ -1,6 +1,7 @@
 """The attach to the UNets of real diffusers pipelines: what merges and what stays."""
 
 import copy
+import gc
 import json
 import pickle
 import re
@@ -49,6 +50,7 @@ from torch._dynamo.testing import CompileCounter
 
 import tome_nodes
 from tome_nodes import reasons
+from tome_nodes.merging.plan import Plan
 from tome_nodes.ops import TORCH
 from tome_nodes.patching.key_weights import Capabilities, KeyWeights
 from tome_nodes.pytorch.diffusers_unets import DiffusersUNets
@@ -460,6 +462,29 @@ def test_gradients_through_merged_tokens_are_those_of_finite_differences(unet):
     with torch.no_grad():
         difference = (loss(sample + way) - loss(sample - way)) / 2
     assert difference.item() == pytest.approx((sample.grad * way).sum().item(), rel=1e-4)
+
+
+def test_gradients_also_reach_merged_tokens_after_kernels_have_merged_without(unet):
+    """They need plain torch. On a CPU, the kernels are interpreted."""
+    pytest.importorskip("triton", reason="Triton is not made for this system")
+    tome_nodes.apply_patch(unet, backend="triton", **EVERYTHING)
+    expected = call(unet)
+    arguments = inputs(unet)
+    actual = unet(arguments.pop("sample"), torch.tensor(500), **arguments).sample
+    assert relative_error(actual, expected) < ROUNDING
+    actual.square().mean().backward()
+    assert all(weight.grad is not None and weight.grad.any() for weight in unet.parameters())
+
+
+def test_no_plan_is_kept_between_calls(unet):
+    def plans():
+        gc.collect()
+        return {id(kept) for kept in gc.get_objects() if isinstance(kept, Plan)}
+
+    before = plans()
+    tome_nodes.apply_patch(unet, **EVERYTHING)
+    call(unet)
+    assert plans() <= before
 
 
 def test_gradient_checkpointing_is_left_alone_after_merging_too(log_messages):

@@ -55,6 +55,12 @@ UNGUIDED = {"qwen_image": {"true_cfg_scale": 1.0}, "z_image": {"guidance_scale":
 """The arguments of a call without guidance, where it is not ``guidance_scale=1.0``."""
 
 
+def evenly(steps):
+    """Noise levels that most pipelines choose; SD3 leaves them to its scheduler, whose last is next
+    to nothing, so that the step before would be the last that counts."""
+    return [1 - step / steps for step in range(steps)]
+
+
 def networks_of(case):
     return [network for network, _ in DiffusersTransformers().find(case.pipeline)]
 
@@ -84,9 +90,9 @@ def test_every_pipeline_forecasts_and_is_as_before_without(name, log_messages):
     # Another run begins anew.
     assert torch.equal(case(steps=8), forecast)
     assert torch.equal(torch.get_rng_state(), random)
-    # After a change of the expert, three steps run.
+    # After a change of the expert, three steps run. The noise levels of SD3 fall unevenly.
     (line,) = log_messages()
-    assert line.startswith(f"[ToMe] forecast {1 if name == 'wan' else 2}/8 steps (4")
+    assert line.startswith(f"[ToMe] forecast {1 if name in ('wan', 'sd3') else 2}/8 steps (4")
     assert tome_nodes.remove_patch(case.pipeline) is case.pipeline
     assert attributes(case.network) == before
     assert torch.equal(case(steps=8), expected)
@@ -223,6 +229,7 @@ def test_the_calls_of_a_step_are_forecast_or_run_together(name, options, expecte
     case = TRANSFORMERS[name]()
     if name == "sd3":
         options |= {"skip_layer_guidance_start": 0.0, "skip_layer_guidance_stop": 1.0}
+        options |= {"sigmas": evenly(8)}
     counts = calls_by_step(case)
     tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced")
     case(steps=8, **options)
@@ -255,7 +262,8 @@ def test_three_steps_run_before_the_next_forecast_if_prompts_change(make, change
     case = make()
     counts = calls_by_step(case)
     tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced")
-    case(steps=20, callback_on_step_end=changes, callback_on_step_end_tensor_inputs=names)
+    callback = {"callback_on_step_end": changes, "callback_on_step_end_tensor_inputs": names}
+    case(steps=20, sigmas=evenly(20), **callback)
     assert counts.keys() == TWENTY | {6, 7, 8} > TWENTY
 
 
@@ -285,7 +293,7 @@ def test_a_picture_to_begin_with_begins_at_a_later_step(is_told):
     given, scheduler = case.called(), case.pipeline.scheduler
     tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced")
     counts = calls_by_step(case)
-    scheduler.set_timesteps(8, device=DEVICE, mu=1.0)
+    scheduler.set_timesteps(sigmas=evenly(8), device=DEVICE, mu=1.0)
     # Older pipelines do not tell their scheduler.
     scheduler.set_begin_index(4 if is_told else None)
     for time in scheduler.timesteps[4:]:
@@ -313,13 +321,15 @@ def multistep(kind, **options):
 @pytest.mark.parametrize(
     ("scheduler", "steps", "running", "is_corrected"),
     [
-        (diffusers.FlowMatchEulerDiscreteScheduler(), 4, {0, 1, 3}, True),
+        (diffusers.FlowMatchEulerDiscreteScheduler(), 4, {*range(4)}, False),
+        (diffusers.FlowMatchEulerDiscreteScheduler(), 8, {0, 1, 2, 4, 5, 6, 7}, True),
+        (diffusers.FlowMatchEulerDiscreteScheduler(use_karras_sigmas=True), 4, {0, 1, 3}, True),
         (multistep(diffusers.UniPCMultistepScheduler), 7, {*range(7)}, False),
         (multistep(diffusers.UniPCMultistepScheduler), 8, {0, 1, 2, 4, 5, 7}, False),
         (multistep(diffusers.DPMSolverMultistepScheduler), 8, {0, 1, 2, 4, 5, 7}, True),
         (multistep(diffusers.DPMSolverMultistepScheduler), 7, {*range(7)}, False),
     ],
-    ids=["Euler", "short UniPC", "UniPC", "DPM", "short DPM"],
+    ids=["short Euler", "Euler", "karras", "short UniPC", "UniPC", "DPM", "short DPM"],
 )
 def test_what_is_forecast_under_a_scheduler(scheduler, steps, running, is_corrected, monkeypatch):
     changed = []
@@ -334,15 +344,18 @@ def test_what_is_forecast_under_a_scheduler(scheduler, steps, running, is_correc
 
 
 @pytest.mark.parametrize(
-    "scheduler",
+    ("scheduler", "is_uneven"),
     [
-        diffusers.FlowMatchHeunDiscreteScheduler(),
-        diffusers.FlowMatchEulerDiscreteScheduler(stochastic_sampling=True),
-        multistep(diffusers.DPMSolverMultistepScheduler, algorithm_type="sde-dpmsolver++"),
+        (diffusers.FlowMatchHeunDiscreteScheduler(), False),
+        (diffusers.FlowMatchEulerDiscreteScheduler(stochastic_sampling=True), False),
+        (multistep(diffusers.DPMSolverMultistepScheduler, algorithm_type="sde-dpmsolver++"), False),
+        # Its first two levels are next to pure noise, so that they count as one.
+        (multistep(diffusers.DPMSolverMultistepScheduler, flow_shift=30.0), True),
+        (multistep(diffusers.UniPCMultistepScheduler, use_karras_sigmas=True), True),
     ],
-    ids=["second order", "noise in each step", "noise in DPM"],
+    ids=["second order", "noise in each step", "noise in DPM", "two levels as one", "karras"],
 )
-def test_nothing_is_forecast_under_other_schedulers(scheduler, log_messages):
+def test_nothing_is_forecast_under_other_schedulers(scheduler, is_uneven, log_messages):
     case = sd3()
     case.pipeline.scheduler = scheduler
     torch.manual_seed(0)
@@ -351,7 +364,7 @@ def test_nothing_is_forecast_under_other_schedulers(scheduler, log_messages):
     for _ in range(2):
         torch.manual_seed(0)
         assert torch.equal(case(steps=8), expected)
-    why = reasons.unknown_scheduler(type(scheduler).__name__)
+    why = reasons.UNEVEN if is_uneven else reasons.unknown_scheduler(type(scheduler).__name__)
     assert log_messages() == [f"[ToMe] nothing was forecast: {why}"]
 
 
@@ -362,6 +375,39 @@ def test_a_model_that_is_not_known_to_predict_a_flow_is_left_alone(log_messages)
     assert torch.equal(case(steps=4, height=256, width=256), plain)
     why = reasons.unknown_prediction("CogVideoXTransformer3DModel")
     assert log_messages() == [f"[ToMe] nothing was forecast: {why}"]
+
+
+class Wrapper(torch.nn.Module):
+    """A transformer of no class of diffusers, as some libraries make one."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name):
+        own = self._modules.get(name)
+        return getattr(self._modules["inner"], name) if own is None else own
+
+    def forward(self, *args, **kwargs):
+        return self.inner(*args, **kwargs)
+
+
+def test_a_transformer_in_a_wrapper_is_left_alone(log_messages):
+    case = flux()
+    plain = case(steps=4)
+    case.pipeline.transformer = Wrapper(case.network)
+    tome_nodes.apply_patch(case.pipeline, preset="balanced")
+    assert torch.equal(case(steps=4), plain)
+    assert log_messages() == [
+        f"[ToMe] nothing was forecast: {reasons.unknown_prediction('Wrapper')}"
+    ]
+
+
+def test_a_ratio_of_0_forecasts_nothing_whatever_its_end():
+    case = flux()
+    before = attributes(case.network)
+    tome_nodes.apply_patch(case.pipeline, 0.0, ratio_end=0.4, forecast=True)
+    assert attributes(case.network) == before
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from models.comfyui import AURA_FLOW, KINDS, TINY, build_class, conditioning, sa
 from benchmarks.fidelity import rivals
 from tome_nodes import reasons
 from tome_nodes.comfyui import comfy_compiler, forecast_run, merging_run
-from tome_nodes.comfyui.attachment import attach, last_run
+from tome_nodes.comfyui.attachment import attach, is_attached, last_run
 from tome_nodes.forecasting import forecasts
 from tome_nodes.forecasting.samplers import SAMPLERS
 from tome_nodes.forecasting.steps import log_snr
@@ -63,6 +63,11 @@ def seen_by_sampler(model):
 
 def levels_of(evaluations):
     return {level for level, _, _ in evaluations}
+
+
+def test_a_ratio_of_0_forecasts_nothing_whatever_its_end(flux):
+    assert is_attached(attach(flux, configured(ratio=0.1)))
+    assert not is_attached(attach(flux, configured(ratio=0.0, ratio_end=0.4)))
 
 
 @pytest.mark.parametrize("kind", ["flux", "wan21", "qwen_image", "ltxav", "z_image"])

@@ -107,17 +107,24 @@ def test_each_situation_changes_the_result_without_ours(name, plain):
 
 @pytest.mark.parametrize("name", SITUATIONS)
 def test_no_situation_is_changed_more_than_by_fewer_steps(name):
-    assert cells.cell(replace(PLAIN, situation=name, steps=20)).ratio <= 1
+    cell = cells.cell(replace(PLAIN, situation=name, steps=20))
+    left_alone = "APG with momentum", "DifferentialDiffusion", "windows standard_uniform"
+    is_left_alone = name.startswith((*left_alone, "windows looped", "EasyCache", "LazyCache"))
+    assert cell.verdict == (ASIDE if is_left_alone else FORECAST)
+    assert cell.ratio <= 1
 
 
 @pytest.mark.parametrize(
-    ("shift", "scheduler", "steps"),
-    [(11.0, "simple", 30), (11.0, "beta", 17), (6.0, "normal", 8), (1.0, "linear_quadratic", 8)],
+    ("shift", "scheduler", "steps", "verdict"),
+    [
+        *((11.0, "simple", 30, FORECAST), (11.0, "beta", 17, FORECAST)),
+        *((6.0, "normal", 8, FORECAST), (1.0, "linear_quadratic", 8, ASIDE)),
+    ],
 )
-def test_uneven_noise_levels_do_no_harm(shift, scheduler, steps):
+def test_uneven_noise_levels_do_no_harm(shift, scheduler, steps, verdict):
     """Levels may be so close, or so far from each other, that a line leads far away."""
-    graph = replace(PLAIN, shift=shift, scheduler=scheduler, steps=steps)
-    assert cells.cell(graph).ratio <= 1
+    cell = cells.cell(replace(PLAIN, shift=shift, scheduler=scheduler, steps=steps))
+    assert cell.verdict == verdict and cell.ratio <= 1
 
 
 def test_a_cell_that_forecasts_has_as_many_fewer_steps():

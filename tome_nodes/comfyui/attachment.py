@@ -60,8 +60,7 @@ def attach(
     Raises:
         ValueError: the model can neither merge tokens nor be forecast, as the settings say.
     """
-    network = _network(model)
-    forecasts = config.forecast and not is_unet(network)
+    network, forecasts = _network(model), not merges(model, config)
     if forecasts:
         check_forecasts(network)
         changed = host_checks.changed_for_forecasts(model)
@@ -76,7 +75,7 @@ def attach(
         )
         return model
     clone = detach(model)
-    if config.merges_nothing:
+    if config.does_nothing(forecasts):
         return clone
     attachment = _Attachment(config, make_strategy, on_step, wants_details, tuned, is_quiet)
     clone.add_callback_with_key(CallbacksMP.ON_PRE_RUN, KEY, attachment.pre_run)

@@ -28,6 +28,7 @@ from ..forecasting.steps import (
     is_noise_alone,
     latent_share,
     log_snr,
+    log_snrs,
 )
 from ..patching.schedule import is_active
 from ..report.counts import Counts
@@ -77,7 +78,7 @@ class ForecastRun:
         self._guider = guider
         self._sampling: Any = guider.model_patcher.get_model_object("model_sampling")
         self._is_flow = isinstance(self._sampling, CONST)
-        self._levels = _levels(self.schedule[:-1], self._is_flow)
+        self._levels = log_snrs(self.schedule[:-1], self._is_flow)
         most = float(self._sampling.sigma_max)
         self._from_noise = starts_empty or is_noise_alone(self.schedule[0], most)
         self._on_step = on_step
@@ -204,12 +205,7 @@ def suits_unet(sampler: Any, schedule: torch.Tensor) -> bool:
         return False
     if known.faster == FASTER:
         return True
-    return not are_geometric(_levels(schedule.tolist(), is_flow=False))
-
-
-def _levels(noises: Sequence[float], is_flow: bool) -> list[float]:
-    """The logarithm of signal to noise of every noise level above 0."""
-    return [log_snr(noise, is_flow) for noise in noises if noise > 0]
+    return not are_geometric(log_snrs(schedule.tolist(), is_flow=False))
 
 
 def _obstacle(

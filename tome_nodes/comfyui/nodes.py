@@ -132,11 +132,12 @@ class ToMePatchModel(io.ComfyNode):
         node = workflow.running_node()
         on_step = None if node is None else partial(workflow.show_text, node)
         config = validation.config_of(**inputs)
-        if config.merges_nothing:
-            run_log.say(reasons.OFF)
-        return io.NodeOutput(
-            attachment.attach(model, config, on_step=on_step, wants_details=_wants_details(node))
+        patched = attachment.attach(
+            model, config, on_step=on_step, wants_details=_wants_details(node)
         )
+        if config.does_nothing(forecasts=not attachment.merges(model, config)):
+            run_log.say(reasons.OFF)
+        return io.NodeOutput(patched)
 
 
 class ToMeTune(io.ComfyNode):
@@ -165,15 +166,15 @@ class ToMeTune(io.ComfyNode):
         sampling = Sampling(positive, negative, latent_image, **run)
         findings = tune(model, sampling, wish, options["measure_again"])
         settings = (findings.candidate or UNPATCHED).settings
-        config = validation.config_of(**settings)
-        node = workflow.running_node()
-        try:
+        if findings.obstacle is None:
             tuned = attachment.attach(
-                model, config, wants_details=_wants_details(node), tuned=findings.measured
+                model,
+                validation.config_of(**settings),
+                wants_details=_wants_details(workflow.running_node()),
+                tuned=findings.measured,
             )
-        except ValueError:
-            # The model cannot merge; the text says why.
-            tuned = model
+        else:
+            tuned = attachment.detach(model)
         page = pages.tuning_page(findings)
         drawn, on_node = _shown(cls, page)
         return io.NodeOutput(tuned, drawn, page.text, json.dumps(settings), ui=on_node)

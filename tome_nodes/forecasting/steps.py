@@ -77,6 +77,11 @@ def log_snr(noise: float, is_flow: bool) -> float:
     return 2 * math.log((1 - share) / share)
 
 
+def log_snrs(noises: Sequence[float], is_flow: bool) -> list[float]:
+    """The logarithm of signal to noise of every noise level above 0, see :func:`log_snr`."""
+    return [log_snr(noise, is_flow) for noise in noises if noise > 0]
+
+
 def latent_share(schedule: Sequence[float], index: int) -> float | None:
     """The share of a step's noisy latent in the next one; None if the noise does not fall.
 

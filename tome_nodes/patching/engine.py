@@ -92,7 +92,7 @@ def missing_operation(
 
     The answer is cached, since Triton has to compile its kernels to find out.
     """
-    strategy = make_strategy(config, operations(backend))
+    strategy = make_strategy(config, operations(backend).without_fallback())
     # The largest cells are 8 tokens high and wide.
     grid = Grid(16, 16)
     try:

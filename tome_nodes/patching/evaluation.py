@@ -58,7 +58,7 @@ class Run:
         self._may_merge = False
         self._config = config
         self._make_strategy = make_strategy
-        self._engines: dict[tuple[torch.device, torch.dtype], Engine] = {}
+        self._engines: dict[tuple[torch.device, torch.dtype, bool], Engine] = {}
 
     def or_unmerged(self, evaluate: Callable[[], Result]) -> Result:
         """The result of ``evaluate``; if merging runs out of memory, the result without it.
@@ -175,7 +175,8 @@ class Run:
         return Evaluation(engine, ratio, latent, model.deepest(latent), is_unpatched, weighs_stacks)
 
     def _engine(self, device: torch.device, dtype: torch.dtype) -> Engine:
-        place = device, dtype
+        # Kernels give no gradients.
+        place = device, dtype, torch.is_grad_enabled()
         if place not in self._engines:
             self._engines[place] = make_engine(self._config, self._make_strategy, device, dtype)
         return self._engines[place]

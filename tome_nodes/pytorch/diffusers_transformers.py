@@ -26,6 +26,8 @@ class DiffusersTransformers(Host):
     The context of a transformer is the runs of its pipeline, None without a pipeline.
     """
 
+    forecasts = True
+
     def find(self, model: object) -> Sequence[tuple[nn.Module, PipelineRuns | None]]:
         """The transformers of a pipeline, or the model itself if it is one."""
         components = getattr(model, "components", None)

@@ -45,7 +45,13 @@ class Once:
 
 
 class Host:
-    """A library whose models are called as modules."""
+    """A library whose models are called as modules.
+
+    Attributes:
+        forecasts: whether steps of its models are forecast; else tokens merge in them.
+    """
+
+    forecasts = False
 
     def find(self, model: object) -> Sequence[tuple[nn.Module, Any]]:
         """The networks to patch in what a user has passed, with their contexts.
@@ -99,7 +105,7 @@ class Attachment:
     def attach(self, model: nn.Module) -> None:
         """Make every call of a model go through its host. Earlier settings are replaced."""
         detach(model)
-        if not self.config.merges_nothing:
+        if not self.config.does_nothing(self._host.forecasts):
             vars(model)[_STATE] = self
             kind: Any = type(model)
             model.__class__ = _patched(kind)

@@ -125,7 +125,6 @@ class UNetCalls(Calls):
             self._run.out_of_memory = False
         self._timestep = noise
         self._completed = False
-        self._latest.result = None
         moment = self._moment(noise)
         # The check may visit every module of the UNet.
         obstacle = self._host.obstacle(self.network, self._config) if moment.is_active else None
@@ -141,7 +140,8 @@ class UNetCalls(Calls):
         When a run ends is not known, so what merging gains is counted, not measured.
         """
         self._completed = True
-        result = self._latest.result
+        # Kept, it would hold the plans of all blocks.
+        result, self._latest.result = self._latest.result, None
         if result is None or not result.is_active:
             return
         counts = Counts()

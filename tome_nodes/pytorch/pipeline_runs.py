@@ -9,7 +9,15 @@ from weakref import ref
 from .. import reasons
 from ..forecasting.forecasts import Forecasts
 from ..forecasting.samplers import SAMPLERS, Sampler
-from ..forecasting.steps import Step, is_noise_alone, latent_share, log_snr
+from ..forecasting.steps import (
+    Step,
+    are_apart,
+    is_even,
+    is_noise_alone,
+    latent_share,
+    log_snr,
+    log_snrs,
+)
 from ..patching.schedule import is_active
 from ..report.counts import Counts
 from ..report.gain import gain_of
@@ -18,9 +26,14 @@ from ..settings.config import ToMeConfig
 from .flow_call import FlowCall
 from .patched_model import Once, log
 
+_UNIPC = Sampler(8, corrects=False)
+
+_SPACINGS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas")
+"""The settings of schedulers under which noise falls unevenly."""
+
 _METHODS: Mapping[str, Sampler] = {
     "FlowMatchEulerDiscreteScheduler": SAMPLERS["euler"],
-    "UniPCMultistepScheduler": Sampler(8, corrects=False),
+    "UniPCMultistepScheduler": _UNIPC,
     "DPMSolverMultistepScheduler": SAMPLERS["dpmpp_2m"],
 }
 """The samplers that schedulers are, by the names of diffusers' classes."""
@@ -29,15 +42,17 @@ _ROUNDING = 0.01
 """The most that a timestep may be off, as a whole number or in bfloat16."""
 
 
-def _method_of(scheduler: Any) -> Sampler | None:
-    """What is known of a scheduler as it is configured, None if nothing."""
-    method = _METHODS.get(type(scheduler).__name__)
-    if method is None:
-        return None
-    config = scheduler.config
+def _method_of(scheduler: Any) -> Sampler | str:
+    """What is known of a scheduler as it is configured, or why nothing is forecast under it."""
+    name, config = type(scheduler).__name__, scheduler.config
+    method = _METHODS.get(name)
     # Noise that is drawn anew in every step takes the place of what forecasts carry on.
     draws = config.get("stochastic_sampling") or "sde" in config.get("algorithm_type", "")
-    return None if draws else method
+    if method is None or draws:
+        return reasons.unknown_scheduler(name)
+    # It looks back over three answers and corrects each.
+    is_spaced = method is _UNIPC and any(config.get(spacing) for spacing in _SPACINGS)
+    return reasons.UNEVEN if is_spaced else method
 
 
 class PipelineRun:
@@ -66,6 +81,7 @@ class PipelineRun:
         self._method = method
         self._config = config
         self._levels: list[float] = scheduler.sigmas.tolist()
+        self._log_snrs: list[float] = []
         self._first: int | None = None
         self._index: int | None = None
         self._calls_before = 0
@@ -79,9 +95,13 @@ class PipelineRun:
         noise = self._levels[index]
         if noise <= 0 or abs(noise - call.noise) > _ROUNDING:
             return reasons.OTHER_NOISE
-        first = self._first = index if self._first is None else self._first
-        if count - first < self._method.least:
-            return reasons.too_short(count - first, self._method.least)
+        if self._first is None:
+            self._first, self._log_snrs = index, log_snrs(self._levels[index:], is_flow=True)
+        first, method = self._first, self._method
+        if count - first < method.least:
+            return reasons.too_short(count - first, method.least)
+        if count - first < method.apart and not are_apart(self._log_snrs):
+            return reasons.UNEVEN
         if index == self._index:
             self.call += 1
             return None
@@ -92,7 +112,8 @@ class PipelineRun:
             count=count - first,
             log_snr=log_snr(noise, is_flow=True),
             course=call.course,
-            latent_share=latent_share(self._levels, index) if self._method.corrects else None,
+            latent_share=latent_share(self._levels, index) if method.corrects else None,
+            is_even=is_even(self._log_snrs, index - first, method.faster),
             is_active=is_active(self._config, 1 - index / count, lambda percent: 1 - percent),
             from_noise=first == 0 and is_noise_alone(self._levels[0], most=1.0),
         )
@@ -140,15 +161,19 @@ class PipelineRuns:
         """The run that a call belongs to, which has begun it; or why it cannot be forecast."""
         scheduler = self._current_scheduler()
         method = _method_of(scheduler)
-        if method is None:
-            return reasons.unknown_scheduler(type(scheduler).__name__)
+        if isinstance(method, str):
+            return method
         run: PipelineRun | None = getattr(self._of_thread, "run", None)
         if run is None or run.timesteps is not scheduler.timesteps:
             run = self._of_thread.run = PipelineRun(scheduler, method, config)
         return run.begin(call) or run
 
     def end(self) -> None:
-        """End the run of this thread. Nothing of it is kept."""
+        """End the run of this thread, of which nothing is kept.
+
+        One that stops between two calls of the network, as at an interrupt, is kept until the next
+        begins.
+        """
         self._of_thread.run = None
 
     def report(self, run: PipelineRun, config: ToMeConfig) -> None:

@@ -223,10 +223,9 @@ class ToMeConfig:
         """The largest ratio of any step."""
         return max(self.ratio, self.ratio_end)
 
-    @property
-    def merges_nothing(self) -> bool:
-        """Whether the ratio is 0 in all steps."""
-        return self.largest_ratio == 0
+    def does_nothing(self, forecasts: bool) -> bool:
+        """Whether the ratio is 0; ``ratio_end`` does not count where steps are forecast."""
+        return (self.ratio if forecasts else self.largest_ratio) == 0
 
 
 OPTIONS: Mapping[str, Option] = {
