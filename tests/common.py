@@ -89,11 +89,23 @@ def check_run(model, network, run, **options):
 
 
 def attributes(model):
-    """The state of a model's modules, including hooks but not their order."""
+    """The state of a model's modules, including hooks but not their order.
+
+    Weights and submodules have to be the same objects; the text of all numbers would take long.
+    """
     return [
-        (type(module), {name: repr(value) for name, value in vars(module).items()})
+        (
+            type(module),
+            {
+                name: dict(value) if name in _PARTS else repr(value)
+                for name, value in vars(module).items()
+            },
+        )
         for module in model.modules()
     ]
+
+
+_PARTS = ("_parameters", "_buffers", "_modules")
 
 
 @contextmanager

@@ -14,8 +14,7 @@ HOSTS = (
     "transformers",
 )
 FILES = ("tests/unit/test_kernels.py", *(f"tests/hosts/test_{name}.py" for name in HOSTS))
-DRY = ("-k", "weighed_attention_launches")
-"""Selects one test, and imports all files."""
+DRY = ("tests/hosts/test_kernels_in_models.py::test_weighed_attention_launches_two_more_kernels",)
 
 
 def run(folder: Path | None, minutes: float, is_dry: bool) -> int:
@@ -30,12 +29,13 @@ def run(folder: Path | None, minutes: float, is_dry: bool) -> int:
         pytest's exit code; 1 if the tests were cut off.
     """
     processes = max(1, min(8, (os.cpu_count() or 2) // 2))
-    chosen: Sequence[str] = DRY if is_dry else ("-n", str(processes), "--dist", "loadgroup")
+    side_by_side = "-n", str(processes), "--dist", "loadgroup"
+    chosen: Sequence[str] = DRY if is_dry else (*side_by_side, *FILES)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v", "--tb=short"]
     if folder is not None:
         command.append(f"--junitxml={folder.resolve() / 'gpu-1.xml'}")
     try:
-        return subprocess.call([*command, *chosen, *FILES], cwd=ROOT, timeout=60 * minutes)
+        return subprocess.call([*command, *chosen], cwd=ROOT, timeout=60 * minutes)
     except subprocess.TimeoutExpired:
         print(f"cut off after {minutes:g} minutes")
         return 1

@@ -96,13 +96,14 @@ def run(record: Record, cases: Sequence[Case]) -> int:
     """Measure all cases for which there is time."""
     result = record.result
     result |= {"ratio": RATIO, "checks": {}, "runs": []}
-    prepared: dict[str, Prepared | None] = {}
+    prepared: dict[tuple[str, ...], Prepared | None] = {}
     for case in cases:
-        if case.model not in prepared:
+        needed = case.model, *case.methods
+        if needed not in prepared:
             make = partial(_prepare, record, case)
             name = f"{case.model}: loading and checking"
-            prepared[case.model] = record.attempt(name, _CHECK_SECONDS, make)
-        with_model = prepared[case.model]
+            prepared[needed] = record.attempt(name, _CHECK_SECONDS, make)
+        with_model = prepared[needed]
         if with_model is not None:
             compared = partial(_compare, record, case, with_model)
             title = figures.title(_about(case, with_model))
@@ -125,7 +126,7 @@ def goals(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _prepare(record: Record, case: Case) -> Prepared:
-    """Load the model of a case, and check all methods on it."""
+    """Load the model of a case, and check its methods on it."""
     name = case.model
     shape = (REDUCED if case.is_small else SHAPES)[name]
     model = load(shape, record.device)
@@ -137,6 +138,8 @@ def _prepare(record: Record, case: Case) -> Prepared:
     said = record.result["checks"][name] = {}
     right = []
     for method in methods(RATIO, shape.max_downsample, record.device):
+        if case.methods and method.name not in case.methods:
+            continue
         try:
             checks.check_wiring(method, subject, expected)
             checks.check_plan(method, record.device, dtype)
@@ -157,9 +160,8 @@ def _compare(record: Record, case: Case, prepared: Prepared) -> dict[str, Any]:
     patched: dict[str, ModelPatcher] = {"unpatched": subject.model}
     rows: dict[str, dict[str, Any]] = {"unpatched": {"family": "unpatched", "ideal": None}}
     for method in prepared.methods:
-        if not case.methods or method.name in case.methods:
-            patched[method.name] = method.patch(subject.model)
-            rows[method.name] = {"family": method.family, "ideal": method.ideal}
+        patched[method.name] = method.patch(subject.model)
+        rows[method.name] = {"family": method.family, "ideal": method.ideal}
     refused: dict[str, str] = {}
     plain: Any = None
     for name, row in rows.items():

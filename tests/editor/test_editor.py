@@ -28,8 +28,9 @@ from tools.workflow import PATCH as PATCH_TYPE
 
 PATCH, REMOVE = "ToMe Patch Model", "ToMe Remove Patch"
 REMOVE_TYPE, REPORT_TYPE, TUNE_TYPE = "ToMeRemovePatch", "ToMeReport", "ToMeTune"
+CLASSIC = {}
 NODES_2 = {"Comfy.VueNodes.Enabled": True}
-UNFOLDED = {"Comfy.Node.AlwaysShowAdvancedWidgets": True}
+UNFOLDED = NODES_2 | {"Comfy.Node.AlwaysShowAdvancedWidgets": True}
 
 # Where the graph without our node has room for it, and the corner to look at it from.
 ROOM, CORNER = (520, 15), (-20, -90)
@@ -127,15 +128,17 @@ in_both_front_ends = pytest.mark.parametrize(
 )
 
 
-def in_designs(**settings):
-    """Run a test in editors with these settings, by name."""
-    return pytest.mark.parametrize("editor", settings.values(), ids=settings, indirect=True)
+def in_designs(editor, **settings):
+    """Run a test in editors with these settings, by name; the fixture is of this name."""
+    return pytest.mark.parametrize(editor, settings.values(), ids=settings, indirect=True)
 
 
-in_both_designs = in_designs(classic={}, nodes_2=NODES_2)
+in_both_designs = in_designs("editor", classic=CLASSIC, nodes_2=NODES_2)
 # The classic design has no advanced inputs.
-in_both_designs_unfolded = in_designs(classic={}, nodes_2=NODES_2 | UNFOLDED)
-in_nodes_2 = in_designs(nodes_2=NODES_2)
+in_both_designs_unfolded = in_designs("editor", classic=CLASSIC, nodes_2=UNFOLDED)
+in_nodes_2 = in_designs("editor", nodes_2=NODES_2)
+fresh_in_both_designs = in_designs("fresh_editor", classic=CLASSIC, nodes_2=NODES_2)
+fresh_in_nodes_2 = in_designs("fresh_editor", nodes_2=NODES_2)
 
 
 @pytest.fixture(scope="module", params=["server"], ids=["required"])
@@ -150,16 +153,21 @@ def browser():
         yield browser
 
 
-@pytest.fixture
+@pytest.fixture(scope="module", params=[CLASSIC], ids=["classic"])
 def editor(request, browser, front_end):
-    """An editor in a fresh profile, in the classic design unless a test asks for another."""
-    with open_editor(browser, front_end, getattr(request, "param", {})) as editor:
+    """An editor in the classic design unless a test asks for another.
+
+    Tests share it, as its page takes seconds to load. A test opens a graph, runs nothing, and
+    leaves no dialog, panel or notice.
+    """
+    with open_editor(browser, front_end, request.param) as editor:
         yield editor
 
 
-@pytest.fixture(scope="module")
-def shared_editor(browser, front_end):
-    with open_editor(browser, front_end) as editor:
+@pytest.fixture
+def fresh_editor(request, browser, front_end):
+    """An editor for one test, in a fresh profile."""
+    with open_editor(browser, front_end, getattr(request, "param", {})) as editor:
         yield editor
 
 
@@ -271,30 +279,30 @@ def box(editor, key=PATCH_TYPE):
     return editor.page.evaluate(BOX, key)
 
 
-def test_editor_offers_to_download_a_model_that_is_missing(editor):
+def test_editor_offers_to_download_a_model_that_is_missing(fresh_editor):
     """It warns, too; else the absence of warnings elsewhere would say nothing."""
     text = json.dumps(sample_graph()).replace("v1-5-pruned-emaonly-fp16", "not_here")
-    editor.open(json.loads(text))
-    (warning,) = editor.warnings()
+    fresh_editor.open(json.loads(text))
+    (warning,) = fresh_editor.warnings()
     assert "not_here.safetensors is missing" in warning
-    editor.page.get_by_role("button", name="View details").click()
-    button = editor.page.get_by_role("button", name="Download not_here.safetensors")
+    fresh_editor.page.get_by_role("button", name="View details").click()
+    button = fresh_editor.page.get_by_role("button", name="Download not_here.safetensors")
     expect(button).to_be_visible()
 
 
 @in_both_front_ends
 @every_workflow
-def test_export_for_the_api_is_the_file(shared_editor, file):
-    shared_editor.open(graph_of(file))
-    assert exported(shared_editor) == graph_of(WORKFLOWS / "api" / file.name)
+def test_export_for_the_api_is_the_file(editor, file):
+    editor.open(graph_of(file))
+    assert exported(editor) == graph_of(WORKFLOWS / "api" / file.name)
 
 
 @every_workflow
-def test_workflow_opens_without_a_warning_and_is_saved_as_it_was(shared_editor, file):
+def test_workflow_opens_without_a_warning_and_is_saved_as_it_was(editor, file):
     before = graph_of(file)
-    shared_editor.open(before)
-    assert shared_editor.warnings() == shared_editor.errors == []
-    saved = json.loads(shared_editor.save())
+    editor.open(before)
+    assert editor.warnings() == editor.errors == []
+    saved = json.loads(editor.save())
     # The view and the version of the editor are not part of the graph.
     del saved["extra"], before["extra"]
     assert saved == before
@@ -410,15 +418,15 @@ def test_file_of_an_earlier_version_opens_with_its_values(editor):
 
 @in_both_front_ends
 @pytest.mark.parametrize("gone", GONE)
-def test_file_that_counts_on_an_input_that_is_gone_opens_with_a_warning(editor, gone):
+def test_file_that_counts_on_an_input_that_is_gone_opens_with_a_warning(fresh_editor, gone):
     # Of the required front end, and of the newest.
-    notices = editor.page.locator(".p-toast-message, [data-testid=toast]")
+    notices = fresh_editor.page.locator(".p-toast-message, [data-testid=toast]")
     warning = notices.filter(has_text=f"This workflow has {gone}=3")
-    editor.open(earlier_graph(**{gone: 3}, preset="custom", forecast=True))
+    fresh_editor.open(earlier_graph(**{gone: 3}, preset="custom", forecast=True))
     expect(warning).to_be_visible()
-    assert patch_inputs(editor)["forecast"] is True
+    assert patch_inputs(fresh_editor)["forecast"] is True
     # Under a preset, it did not count.
-    editor.open(earlier_graph(**{gone: 3}, preset="fast"))
+    fresh_editor.open(earlier_graph(**{gone: 3}, preset="fast"))
     expect(warning).to_have_count(1)
 
 
@@ -433,9 +441,9 @@ def expect_refusal(editor, name, sentence):
 
 
 @in_both_front_ends
-def test_file_with_a_value_that_is_gone_is_refused_with_what_to_take(editor):
-    editor.open(earlier_graph(preset="custom", scope="block"))
-    expect_refusal(editor, "scope", "scope='block' is gone: take scope='stack' instead")
+def test_file_with_a_value_that_is_gone_is_refused_with_what_to_take(fresh_editor):
+    fresh_editor.open(earlier_graph(preset="custom", scope="block"))
+    expect_refusal(fresh_editor, "scope", "scope='block' is gone: take scope='stack' instead")
 
 
 @in_both_designs_unfolded
@@ -488,24 +496,25 @@ def test_node_is_the_first_that_is_found_by_what_people_type(editor):
         results = editor.search(text)
         expect(results.first).to_contain_text(PATCH)
     expect(results.filter(has_text=REMOVE)).to_be_visible()
+    editor.page.keyboard.press("Escape")
 
 
 @in_both_front_ends
-@in_both_designs
-def test_node_is_dropped_wired_with_the_mouse_and_run(editor, front_end):
-    editor.open(small_graph())
-    editor.page.evaluate("key => app.rootGraph.remove(nodeOf(key))", PATCH_TYPE)
-    editor.look_at(*CORNER)
-    editor.search("token merging").filter(has_text=PATCH).click()
-    editor.place(*ROOM)
-    editor.connect("CheckpointLoaderSimple", "MODEL", PATCH_TYPE, "model")
-    editor.connect(PATCH_TYPE, "MODEL", "KSampler", "model")
-    assert behind_the_sampler(editor) == [PATCH_TYPE, "CheckpointLoaderSimple"]
+@fresh_in_both_designs
+def test_node_is_dropped_wired_with_the_mouse_and_run(fresh_editor, front_end):
+    fresh_editor.open(small_graph())
+    fresh_editor.page.evaluate("key => app.rootGraph.remove(nodeOf(key))", PATCH_TYPE)
+    fresh_editor.look_at(*CORNER)
+    fresh_editor.search("token merging").filter(has_text=PATCH).click()
+    fresh_editor.place(*ROOM)
+    fresh_editor.connect("CheckpointLoaderSimple", "MODEL", PATCH_TYPE, "model")
+    fresh_editor.connect(PATCH_TYPE, "MODEL", "KSampler", "model")
+    assert behind_the_sampler(fresh_editor) == [PATCH_TYPE, "CheckpointLoaderSimple"]
 
     read = len(front_end.log)
-    run_to_image(editor, 64)
+    run_to_image(fresh_editor, 64)
     assert re.search(r"\[ToMe\] .*2/2 steps|\[ToMe\] .*nothing merged", front_end.log[read:])
-    assert "step 2/2" in editor.page.evaluate(REPORT, PATCH_TYPE)
+    assert "step 2/2" in fresh_editor.page.evaluate(REPORT, PATCH_TYPE)
 
 
 def test_widgets_change_with_the_mouse(editor):
@@ -549,47 +558,52 @@ def test_advanced_inputs_fold(editor, picture):
     expect(names).to_have_text(plain)
 
 
-@in_both_designs
-def test_workflow_is_the_same_after_saving_and_loading_the_page_anew(editor, front_end, request):
+@fresh_in_both_designs
+def test_workflow_is_the_same_after_saving_and_loading_the_page_anew(
+    fresh_editor, front_end, request
+):
     graph = sample_graph(preset="custom", ratio=0.35, strategy="window", sy=4)
     # The server keeps what other profiles have saved.
-    editor.open(graph, request.node.name)
-    before = exported(editor)
-    with editor.page.expect_response("**/api/userdata/**") as saved:
-        editor.page.keyboard.press("Control+s")
-        editor.page.get_by_role("button", name="Confirm").click()
+    fresh_editor.open(graph, request.node.name)
+    before = exported(fresh_editor)
+    with fresh_editor.page.expect_response("**/api/userdata/**") as saved:
+        fresh_editor.page.keyboard.press("Control+s")
+        fresh_editor.page.get_by_role("button", name="Confirm").click()
     assert saved.value.ok
-    editor.go_to(front_end.url)
-    assert exported(editor) == before
-    assert patch_inputs(editor)["ratio"] == 0.35
+    fresh_editor.go_to(front_end.url)
+    assert exported(fresh_editor) == before
+    assert patch_inputs(fresh_editor)["ratio"] == 0.35
 
 
-@in_nodes_2
-def test_each_template_opens_from_the_template_browser(editor):
+@fresh_in_nodes_2
+def test_templates_are_shown_and_open_from_the_template_browser(fresh_editor):
+    """Some of them; what is served is tested for all, and so is that they open."""
+    editor, page = fresh_editor, fresh_editor.page
     # The list holds only those that it has room for, and its search would replace it under a click.
-    editor.page.set_viewport_size({"width": 1600, "height": 2400})
-    for file in workflow_files():
+    page.set_viewport_size({"width": 1600, "height": 2400})
+    templates = page.get_by_role("dialog")
+    for name in "tome_txt2img", "tome_wan_video":
         editor.clear()
         editor.execute("Comfy.BrowseTemplates")
-        templates = editor.page.get_by_role("dialog")
         templates.get_by_text("tome-nodes", exact=True).click()
-        template = templates.get_by_test_id(f"template-workflow-{file.stem}")
-        expect(template.get_by_role("img")).to_have_js_property("naturalWidth", 800)
-        template.click()
+        for file in workflow_files():
+            picture = templates.get_by_test_id(f"template-workflow-{file.stem}").get_by_role("img")
+            expect(picture).to_have_js_property("naturalWidth", 800)
+        templates.get_by_test_id(f"template-workflow-{name}").click()
         expect(templates).to_have_count(0)
-        editor.page.wait_for_function(HAS_NODES)
-        assert exported(editor) == graph_of(WORKFLOWS / "api" / file.name)
+        page.wait_for_function(HAS_NODES)
+        assert exported(editor) == graph_of(WORKFLOWS / "api" / f"{name}.json")
         assert editor.warnings() == editor.errors == []
 
 
-@in_both_designs
-def test_bad_value_marks_one_input_with_our_sentence(editor, picture):
-    editor.open(sample_graph(preset="custom", sx=1, sy=1))
+@fresh_in_both_designs
+def test_bad_value_marks_one_input_with_our_sentence(fresh_editor, picture):
+    fresh_editor.open(sample_graph(preset="custom", sx=1, sy=1))
     sentence = "sx=1 with sy=1 is not allowed: a cell of one token has nothing to merge"
-    expect_refusal(editor, "sx", sentence)
-    picture(editor, "refused", (240, 40, 1360, 640))
+    expect_refusal(fresh_editor, "sx", sentence)
+    picture(fresh_editor, "refused", (240, 40, 1360, 640))
     with_errors = "() => app.rootGraph.nodes.filter(node => node.has_errors).map(node => node.type)"
-    assert editor.page.evaluate(with_errors) == [PATCH_TYPE]
+    assert fresh_editor.page.evaluate(with_errors) == [PATCH_TYPE]
 
 
 def test_model_without_the_patch_goes_to_a_sampler(editor, picture):
@@ -626,29 +640,31 @@ def graph_with_report(side):
 
 
 @in_both_front_ends
-@in_both_designs
-def test_live_line_and_report_are_shown(editor, picture):
-    editor.open(graph_with_report(384), "report")
-    run_to_image(editor, 384)
-    editor.page.wait_for_function(PICTURE_IS_SHOWN, arg=REPORT_TYPE)
-    line = "6/6 blocks, 2304\N{RIGHTWARDS ARROW}918 tokens, step 2/2"
-    assert editor.page.evaluate(REPORT, PATCH_TYPE) == line
-    shown = editor.page.evaluate(REPORT, REPORT_TYPE)
+@fresh_in_both_designs
+def test_live_line_and_report_are_shown(fresh_editor, picture, pytestconfig):
+    # The picture of the help page has more to show.
+    side, counts = (384, (2304, 918)) if pytestconfig.getoption("pictures") else (224, (784, 308))
+    fresh_editor.open(graph_with_report(side), "report")
+    run_to_image(fresh_editor, side)
+    fresh_editor.page.wait_for_function(PICTURE_IS_SHOWN, arg=REPORT_TYPE)
+    line = "6/6 blocks, {}\N{RIGHTWARDS ARROW}{} tokens, step 2/2".format(*counts)
+    assert fresh_editor.page.evaluate(REPORT, PATCH_TYPE) == line
+    shown = fresh_editor.page.evaluate(REPORT, REPORT_TYPE)
     assert shown.startswith("Merged: 6 of 6 blocks")
-    editor.look_at(1980, -60)
-    picture(editor, "ToMeReport", (100, 110, 610, 885))
+    fresh_editor.look_at(1980, -60)
+    picture(fresh_editor, "ToMeReport", (100, 110, 610, 885))
     # Undo makes new nodes, and so does coming back from another tab.
-    editor.page.evaluate(MOVE_AND_UNDO)
-    editor.page.wait_for_function(IS_SHOWN_AGAIN)
-    assert editor.page.evaluate(REPORT, REPORT_TYPE) == shown
-    assert editor.page.evaluate(REPORT, PATCH_TYPE) == line
-    editor.open(graph_with_report(128), "other")
-    assert editor.page.evaluate(REPORT, REPORT_TYPE) != shown
-    editor.page.locator(".workflow-tab").filter(has_text="report").click()
-    editor.page.wait_for_function(IS_SHOWN_AGAIN)
-    assert editor.page.evaluate(REPORT, REPORT_TYPE) == shown
-    assert editor.page.evaluate(REPORT, PATCH_TYPE) == line
-    assert editor.warnings() == editor.errors == []
+    fresh_editor.page.evaluate(MOVE_AND_UNDO)
+    fresh_editor.page.wait_for_function(IS_SHOWN_AGAIN)
+    assert fresh_editor.page.evaluate(REPORT, REPORT_TYPE) == shown
+    assert fresh_editor.page.evaluate(REPORT, PATCH_TYPE) == line
+    fresh_editor.open(graph_with_report(128), "other")
+    assert fresh_editor.page.evaluate(REPORT, REPORT_TYPE) != shown
+    fresh_editor.page.locator(".workflow-tab").filter(has_text="report").click()
+    fresh_editor.page.wait_for_function(IS_SHOWN_AGAIN)
+    assert fresh_editor.page.evaluate(REPORT, REPORT_TYPE) == shown
+    assert fresh_editor.page.evaluate(REPORT, PATCH_TYPE) == line
+    assert fresh_editor.warnings() == fresh_editor.errors == []
 
 
 @in_both_front_ends
@@ -668,28 +684,28 @@ def test_node_with_a_picture_is_born_with_room_for_it_and_says_so(editor):
 
 
 @in_both_front_ends
-@in_both_designs
-def test_all_of_a_report_is_shown_in_a_node_of_any_size(editor):
+@fresh_in_both_designs
+def test_all_of_a_report_is_shown_in_a_node_of_any_size(fresh_editor):
     graph = graph_with_report(128)
     report = node_of(graph, REPORT_TYPE)
     report["size"] = [210, 150]
-    editor.open(graph)
-    editor.look_at(report["pos"][0] - 20, report["pos"][1] - 60, scale=0.5)
-    editor.run()
-    editor.page.wait_for_function(PICTURE_IS_SHOWN, arg=REPORT_TYPE)
+    fresh_editor.open(graph)
+    fresh_editor.look_at(report["pos"][0] - 20, report["pos"][1] - 60, scale=0.5)
+    fresh_editor.run()
+    fresh_editor.page.wait_for_function(PICTURE_IS_SHOWN, arg=REPORT_TYPE)
     for width in (None, 560, 900):
         if width is not None:
-            editor.page.evaluate(WIDEN, [REPORT_TYPE, width])
+            fresh_editor.page.evaluate(WIDEN, [REPORT_TYPE, width])
         for _ in range(3):
-            editor.page.evaluate(TWO_FRAMES)
-        boxes = editor.page.evaluate(BOXES, REPORT_TYPE)
+            fresh_editor.page.evaluate(TWO_FRAMES)
+        boxes = fresh_editor.page.evaluate(BOXES, REPORT_TYPE)
         node, picture = boxes["node"], boxes["picture"]
         assert not boxes["isCut"]
         assert picture["width"] > 0.85 * node["width"]
         for inside in boxes["report"], picture:
             assert node["left"] <= inside["left"] and node["right"] >= inside["right"]
             assert node["top"] <= inside["top"] and node["bottom"] >= inside["bottom"]
-    assert editor.warnings() == editor.errors == []
+    assert fresh_editor.warnings() == fresh_editor.errors == []
 
 
 def place_and_wire(editor, blueprint, models, latent):
@@ -712,7 +728,7 @@ def place_and_wire(editor, blueprint, models, latent):
 
 # One in each design: what is wired and run is the same, and so is how.
 @pytest.mark.parametrize(
-    ("editor", "blueprint", "models", "latent", "side"),
+    ("fresh_editor", "blueprint", "models", "latent", "side"),
     [
         ({}, "ToMe hires fix", ["model"], ("KSampler", "samples"), 128),
         # Any model samples in two parts; Wan's are too large to be written here.
@@ -722,36 +738,38 @@ def place_and_wire(editor, blueprint, models, latent):
         ),
     ],
     ids=["hires_fix", "wan"],
-    indirect=["editor"],
+    indirect=["fresh_editor"],
 )
-def test_blueprint_is_placed_wired_and_run(editor, blueprint, models, latent, side):
-    place_and_wire(editor, blueprint, models, latent)
-    assert [inputs["ratio"] for inputs in inputs_of_patches(editor)] == [0.6] * (1 + len(models))
-    run_to_image(editor, side)
+def test_blueprint_is_placed_wired_and_run(fresh_editor, blueprint, models, latent, side):
+    place_and_wire(fresh_editor, blueprint, models, latent)
+    assert [inputs["ratio"] for inputs in inputs_of_patches(fresh_editor)] == [0.6] * (
+        1 + len(models)
+    )
+    run_to_image(fresh_editor, side)
 
 
-@in_designs(zh=NODES_2 | {"Comfy.Locale": "zh"})
-def test_names_and_tooltips_are_shown_in_the_language_of_the_editor(editor):
+@in_designs("fresh_editor", zh=NODES_2 | {"Comfy.Locale": "zh"})
+def test_names_and_tooltips_are_shown_in_the_language_of_the_editor(fresh_editor):
     """One that both the editor and the pack have; what is served is tested for all."""
     texts = graph_of(ROOT / "locales" / "zh" / "nodeDefs.json")[PATCH_TYPE]
-    editor.open(small_graph())
-    node = editor.node(PATCH_TYPE)
+    fresh_editor.open(small_graph())
+    node = fresh_editor.node(PATCH_TYPE)
     expect(node).to_contain_text(texts["display_name"])
     ratio = texts["inputs"]["ratio"]
     node.get_by_text(ratio["name"], exact=True).hover()
-    expect(editor.page.get_by_role("tooltip")).to_contain_text(ratio["tooltip"])
-    assert editor.warnings() == editor.errors == []
+    expect(fresh_editor.page.get_by_role("tooltip")).to_contain_text(ratio["tooltip"])
+    assert fresh_editor.warnings() == fresh_editor.errors == []
 
 
 @in_both_front_ends
-def test_help_pages_are_shown_and_nothing_is_cut_in_their_narrow_panel(editor):
-    page = editor.page
+def test_help_pages_are_shown_and_nothing_is_cut_in_their_narrow_panel(fresh_editor):
+    page = fresh_editor.page
     shown = page.locator(".node-help-content")
     for caption in CAPTIONS:
-        editor.clear()
+        fresh_editor.clear()
         page.evaluate("kind => { app.rootGraph.add(LiteGraph.createNode(kind)) }", caption.id)
-        editor.look_at(*CORNER)
-        editor.click(*page.evaluate(TITLE, caption.id))
+        fresh_editor.look_at(*CORNER)
+        fresh_editor.click(*page.evaluate(TITLE, caption.id))
         if not shown.count():
             page.get_by_test_id("info-button").click()
         expect(shown.get_by_role("heading", name=caption.name)).to_be_visible()
@@ -764,23 +782,23 @@ def test_help_pages_are_shown_and_nothing_is_cut_in_their_narrow_panel(editor):
         assert shown.evaluate(CUT) == []
 
 
-@in_nodes_2
-def test_tune_shows_what_it_found(editor, picture, pytestconfig):
+@fresh_in_nodes_2
+def test_tune_shows_what_it_found(fresh_editor, picture, pytestconfig):
     # The picture of the help page has larger differences to show.
     side, steps = (256, 12) if pytestconfig.getoption("pictures") else (128, 4)
     graph = small_graph("tome_tune", side=side)
     tune = node_of(graph, TUNE_TYPE)
     tune["widgets_values"][3:5] = [1, steps]
     tune["widgets_values"][-1] = True
-    editor.open(graph)
-    editor.run()
-    editor.page.wait_for_function(PICTURE_IS_SHOWN, arg=TUNE_TYPE)
-    editor.page.wait_for_function("() => app.nodeOutputs[nodeOf('SaveImage').id]?.images")
-    text = editor.page.evaluate(REPORT, TUNE_TYPE)
+    fresh_editor.open(graph)
+    fresh_editor.run()
+    fresh_editor.page.wait_for_function(PICTURE_IS_SHOWN, arg=TUNE_TYPE)
+    fresh_editor.page.wait_for_function("() => app.nodeOutputs[nodeOf('SaveImage').id]?.images")
+    text = fresh_editor.page.evaluate(REPORT, TUNE_TYPE)
     assert re.match("Found: |Not reached: |Unpatched: ", text)
     assert re.search(r"Trials: as long as \d+\.\d sampling runs", text)
-    editor.page.evaluate(TWO_FRAMES)
+    fresh_editor.page.evaluate(TWO_FRAMES)
     # What came out is below the inputs.
-    editor.look_at(tune["pos"][0] - 20, tune["pos"][1] + 215)
-    picture(editor, "ToMeTune", (100, 110, 620, 680))
-    assert editor.warnings() == editor.errors == []
+    fresh_editor.look_at(tune["pos"][0] - 20, tune["pos"][1] + 215)
+    picture(fresh_editor, "ToMeTune", (100, 110, 620, 680))
+    assert fresh_editor.warnings() == fresh_editor.errors == []

@@ -1,7 +1,7 @@
 """What the demo says of a run on the real server."""
 
 import pytest
-from test_server import txt2img, with_patch
+from test_server import patch, txt2img
 
 from tools.comparison import Comparison
 
@@ -12,10 +12,18 @@ SHARES = [
 ]
 
 
-@pytest.mark.parametrize(("graph", "levels"), [(with_patch(**MERGING), SHARES), (txt2img(), [])])
-def test_each_level_that_merged_is_listed_with_its_tokens_and_their_share(server, graph, levels):
+def merging_graph():
+    graph = txt2img(["tome", 0], {"tome": patch(**MERGING)}, steps=1, side=320)
     graph["loader"]["inputs"]["ckpt_name"] = "sdxl.ckpt"
-    graph["latent"]["inputs"] |= {"width": 320, "height": 320}
+    return graph
+
+
+@pytest.mark.parametrize(
+    ("graph", "levels"),
+    [(merging_graph(), SHARES), (txt2img(steps=1, side=64), [])],
+    ids=["merging", "plain"],
+)
+def test_each_level_that_merged_is_listed_with_its_tokens_and_their_share(server, graph, levels):
     comparison = Comparison(graph)
     comparison.measure(server, repeats=1)
     assert comparison.levels() == levels

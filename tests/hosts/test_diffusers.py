@@ -417,13 +417,15 @@ def test_threads_on_one_unet_take_turns_and_each_follows_its_own_run(unet):
     assert not any("forward" in vars(module) for module in unet.modules())
 
 
-@pytest.mark.parametrize("way", COMPILED)
 @pytest.mark.parametrize(
-    "options",
-    [{"merge_crossattn": True, "merge_mlp": True}, {"scope": "stack", "strategy": "window"}],
-    ids=["modules", "stacks"],
+    ("scope", "way"),
+    [
+        *(("stack", way) for way in COMPILED),
+        *(("module", way) for way in ("before", "compile_repeated_blocks")),
+    ],
 )
-def test_torch_compile_makes_whole_graphs_once(fresh_compiler, options, way):
+def test_torch_compile_makes_whole_graphs_once(fresh_compiler, scope, way):
+    options = {"scope": scope, "merge_crossattn": True, "merge_mlp": True, "strategy": "window"}
     case, graphs = sd15("one_level"), CompileCounter()
     plain = case()
     tome_nodes.apply_patch(case.pipeline, **options)
@@ -468,8 +470,8 @@ def test_gradients_also_reach_merged_tokens_after_kernels_have_merged_without(un
     """They need plain torch. On a CPU, the kernels are interpreted."""
     pytest.importorskip("triton", reason="Triton is not made for this system")
     tome_nodes.apply_patch(unet, backend="triton", **EVERYTHING)
-    expected = call(unet)
-    arguments = inputs(unet)
+    small = {"batch": 1, "grid": (8, 8)}
+    expected, arguments = call(unet, **small), inputs(unet, **small)
     actual = unet(arguments.pop("sample"), torch.tensor(500), **arguments).sample
     assert relative_error(actual, expected) < ROUNDING
     actual.square().mean().backward()

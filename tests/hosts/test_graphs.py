@@ -199,7 +199,8 @@ def test_the_node_works_in_each_place_of_graphs_that_people_share(server, files,
     graph = txt2img(nodes={"sampler": first}, side=128) | graph_of()
     samplers = [name for name, node in graph.items() if "latent_image" in node["inputs"]]
     plain = saved_pixels(server, server.run(graph))
-    for place in "first", "last":
+    # Elsewhere there is nothing between the loader and the sampler.
+    for place in ("first", "last") if graph_of is lora_chain else ("last",):
         read = len(server.log)
         with_ours = patched(graph, place, seed=len(place), **ANY_SIZE)
         merged = saved_pixels(server, server.run(with_ours))

@@ -15,11 +15,11 @@ TEXT = "progress_text"
 
 def patch(model=PLAIN, **inputs):
     """Merges half of the tokens, in the paper's way if nothing else is said."""
-    return any_patch(model, **{"preset": "custom", "ratio": 0.5, **inputs})
+    return any_patch(model, **{"preset": "custom", "ratio": 0.5, "min_tokens": 1, **inputs})
 
 
 def without_report(seed, steps=2):
-    return txt2img(["tome", 0], {"tome": patch()}, seed=seed, steps=steps)
+    return txt2img(["tome", 0], {"tome": patch()}, seed=seed, steps=steps, side=128)
 
 
 def with_report(seed, steps=2, **inputs):
@@ -124,9 +124,9 @@ def test_each_report_is_about_the_run_and_the_patch_it_is_connected_to(shown):
     assert "Steps: merged in 2 of 2" in texts["report"]
     assert "Steps: merged in 3 of 3" in texts["second_report"]
     for name in "same_report", "same_keep":
-        assert "1024 -> 512 tokens" in texts[name]
+        assert "256 -> 128 tokens" in texts[name]
     for name in "less_report", "less_keep":
-        assert "1024 -> 768 tokens" in texts[name]
+        assert "256 -> 192 tokens" in texts[name]
     assert all("Time: " in text for text in texts.values())
     told_on = {line["data"]["node"] for line in lines}
     assert told_on == {"tome", "same", "least"}
@@ -142,7 +142,7 @@ def test_a_line_on_the_patch_node_shows_each_step_once(server):
     graph["report"]["inputs"]["model"] = graph["sampler"]["inputs"]["model"] = ["4:7", 0]
     server.run(graph, on_event=lambda e: lines.append(e["data"]) if e["type"] == TEXT else None)
     assert lines == [
-        {"node": "4:7", "text": f"6/6 blocks, 1024\N{RIGHTWARDS ARROW}512 tokens, step {step}/3"}
+        {"node": "4:7", "text": f"6/6 blocks, 256\N{RIGHTWARDS ARROW}128 tokens, step {step}/3"}
         for step in (1, 2, 3)
     ]
 
@@ -151,9 +151,9 @@ TUNED = ["tune", 0]
 SETTINGS = ["tune", 3]
 
 
-def with_tune(nodes=None, model=TUNED, side=256, seed=1, **inputs):
+def with_tune(nodes=None, model=TUNED, side=224, seed=1, **inputs):
     added = {
-        "tune": tune(PLAIN, seed=seed, **{"steps": 2, "cfg": 5.0, "scheduler": "normal"}, **inputs),
+        "tune": tune(PLAIN, seed=seed, **{"steps": 2, "cfg": 1.0, "scheduler": "normal"}, **inputs),
         "settings": node("PreviewAny", source=SETTINGS),
     }
     return txt2img(model, added | (nodes or {}), seed=seed, side=side)
@@ -191,7 +191,7 @@ def test_what_is_found_can_be_reported_on_and_does_the_same_on_the_patch_node(se
     linked = server.run(with_tune(tome, ["tome", 0], seed=32, **wish))
     assert json.loads(linked["outputs"]["settings"]["text"][0]) == settings
     tome = {"tome": any_patch(settings=json.dumps(settings))}
-    given = server.run(txt2img(["tome", 0], tome, seed=32))
+    given = server.run(txt2img(["tome", 0], tome, seed=32, side=224))
     expected = saved_pixels(server, entry)
     assert saved_pixels(server, given) == saved_pixels(server, linked) == expected
 

@@ -20,7 +20,7 @@ def node(class_type, **inputs):
 
 def txt2img(model=PLAIN, nodes=None, steps=2, seed=1, side=256):
     """A small text-to-image graph in API format that samples with ``model``."""
-    run = {"seed": seed, "steps": steps, "cfg": 5.0, "denoise": 1.0}
+    run = {"seed": seed, "steps": steps, "cfg": 1.0, "denoise": 1.0}
     run |= {"sampler_name": "euler", "scheduler": "normal"}
     return {
         "loader": node("CheckpointLoaderSimple", ckpt_name="sd15.ckpt"),
@@ -156,7 +156,8 @@ def test_same_settings_same_image_after_the_server_forgot_the_first(server, pixe
 
 def test_settings_count_in_place_of_the_other_inputs(server, pixels):
     def of(**inputs):
-        return pixels(txt2img(["tome", 0], {"tome": patch(**inputs)}, seed=37, side=224))
+        graph = txt2img(["tome", 0], {"tome": patch(**inputs)}, steps=1, seed=37, side=224)
+        return pixels(graph)
 
     read = len(server.log)
     expected = of(preset="fast", ratio=0.5)
@@ -165,7 +166,7 @@ def test_settings_count_in_place_of_the_other_inputs(server, pixels):
     assert of(settings=given) == of(settings=given, preset="balanced", ratio=0.1) == expected
     assert of(settings=given, preset="custom", sx=4, min_tokens=1) == expected
     assert of(settings='{"ratio": 0.5}', preset="fast", ratio=0.1) == expected
-    for nothing in ("{}", "", " ", "None", None):
+    for nothing in ("{}", " ", None):
         assert of(settings=nothing, preset="fast", ratio=0.5) == expected
     assert of(settings='{"ratio": 0.5, "max_downsample": "auto"}', preset="fast") == expected
 

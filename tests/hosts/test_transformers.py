@@ -240,8 +240,11 @@ def test_merged_keys_weigh_as_much_as_all_keys(models, kind):
 def test_torch_compile_makes_whole_graphs(models, fresh_compiler, kind):
     tiny, model = TINY[kind], models(kind)
 
+    # That two settings do not get in each other's way is the same for all.
+    ratios = (0.5, 0.25) if kind == "flux" else (0.5,)
+
     def results(model):
-        patched = [attach(model, keys_only(ratio=ratio)) for ratio in (0.5, 0.25)]
+        patched = [attach(model, keys_only(ratio=ratio)) for ratio in ratios]
         return [sample(run, tiny) for run in (model, *patched, model)]
 
     expected = results(model)
