@@ -104,7 +104,6 @@ class RunReport(Observer):
                 counts=counts,
                 obstacle=None if counts.merged else reasons.named(obstacle, others),
                 backend=None if engine is None else (*engine.in_words(), engine.backend)[0],
-                shallowest=patched.shallowest,
                 recording=None if self._details is None else self._details.finish(),
                 gain=gain,
                 tuned=tuned,

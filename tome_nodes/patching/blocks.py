@@ -143,8 +143,8 @@ class Evaluation:
         latent: the grid at level 1, of the latent or of the part of it that is evaluated.
         deepest: how many times smaller than the latent the smallest grid that merges is.
         is_unpatched: whether no other code patches the inside of blocks, as the host knows before.
-        weighs_stacks: whether what weighs the keys of a stack with one plan is made once. Of a
-            whole stack that merges, only the first block and the last are then overridden.
+        weighs_stacks: whether the keys of a stack with one plan are weighed once for all blocks. Of
+            a whole stack that merges, only the first block and the last are then overridden.
         feature_map: the shape ``[batch, channels, height, width]`` of the feature map of the
             running stack, where the host does not pass it on to blocks.
         stack_plan: the plan of the running stack if it has one for all blocks; else None.
@@ -265,8 +265,8 @@ class PatchedModel:
         return self._work.saved(self.config, latent, self.least_tokens, self.deepest(latent))
 
     def saved_by_preset(self, latent: Grid) -> float | None:
-        """The same for presets that save what they can; None for other settings, which are
-        followed."""
+        """The same under presets that merge the more, the larger a map is; None under other
+        settings, which merge however little they save."""
         if latent not in self._saved_by_preset:
             self._saved_by_preset[latent] = self.saved(latent) if self.config.grows else None
         return self._saved_by_preset[latent]

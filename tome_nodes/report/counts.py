@@ -11,7 +11,7 @@ class Counts(Observer):
     Attributes:
         total_steps: number of steps of the run, 0 if the host does not know it.
         blocks_present: number of transformer blocks of the model.
-        largest_grid: number of tokens of the largest feature map that entered a block.
+        most_tokens: number of tokens of the largest feature map that entered a block.
         frames: number of frames in the latent; 1 for a picture.
         merged: by the size in tokens of a feature map and the block that merged it, to how many
             tokens.
@@ -24,7 +24,7 @@ class Counts(Observer):
     def __init__(self, total_steps: int = 0):
         self.total_steps = total_steps
         self.blocks_present = 0
-        self.largest_grid = 0
+        self.most_tokens = 0
         self.frames = 1
         self.merged: dict[int, dict[str, set[int]]] = {}
         self.patched_blocks: set[str] = set()
@@ -43,8 +43,8 @@ class Counts(Observer):
             found[result.reason] += 1
         has_merged = False
         for outcome in result.outcomes:
-            if outcome.before > self.largest_grid:
-                self.largest_grid = outcome.before
+            if outcome.before > self.most_tokens:
+                self.most_tokens = outcome.before
             if outcome.grid is not None and outcome.grid.frames > self.frames:
                 self.frames = outcome.grid.frames
             if outcome.plan is not None:

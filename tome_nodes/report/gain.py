@@ -49,8 +49,8 @@ def gain_of(
 
     ``begun`` is when each of its steps began on the device, in seconds.
     ``saved`` is the share of the multiplications that a merged step saves, None if that is not
-    known. ``gpu_waited`` is whether the GPU waited for its CPU. For ``shallowest``, see
-    :class:`tome_nodes.report.last_run.LastRun`.
+    known. ``shallowest`` is how many times smaller than the latent the largest feature map with
+    attention is. ``gpu_waited`` is whether the GPU waited for its CPU.
     """
     steps = counts.forecast_steps or counts.merged_steps
     kinds = _medians(begun, steps)

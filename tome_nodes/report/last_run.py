@@ -27,8 +27,6 @@ class LastRun:
         is_forecast: whether steps were to be forecast, in place of merging.
         backend: for example ``torch``, with the reason if it is not Triton; None if the run never
             chose one.
-        shallowest: how many times smaller than the latent the largest feature map with attention
-            is.
         recording: the details, None if no ToMe Report was connected when the run began.
     """
 
@@ -40,7 +38,6 @@ class LastRun:
     gain: Gain | None = None
     is_forecast: bool = False
     backend: str | None = None
-    shallowest: int = 1
     recording: Recording | None = None
 
     @property

@@ -149,7 +149,7 @@ def _helped(run: LastRun) -> str:
 def hint_for(run: LastRun) -> str | None:
     """What to change, if the settings gain nothing or less than they could; else None."""
     config, counts, strategy = run.config, run.counts, strategy_class(run.config)
-    largest = max(counts.merged, default=counts.largest_grid)
+    largest = max(counts.merged, default=counts.most_tokens)
     if 0 < largest < LEAST:
         longer = (LEAST / largest) ** 0.5
         custom = "; or, under preset custom, set min_tokens to 0 to leave small maps alone"
