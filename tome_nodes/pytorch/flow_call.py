@@ -92,9 +92,8 @@ class FlowCall:
 def flow_call(network: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> FlowCall | str:
     """A call of a transformer of diffusers with some arguments, or why it cannot be forecast."""
     kinds: Any = type(network).__mro__
-    known = (kind for kind in kinds if kind.__module__.startswith("diffusers."))
-    own = next((kind for kind in known if kind.__name__ in _FLOWS), None)
-    if own is None:
+    own = next((kind for kind in kinds if kind.__module__.startswith("diffusers.")), None)
+    if own is None or own.__name__ not in _FLOWS:
         return reasons.unknown_prediction(type(network).__name__)
     clean, noisy = _FLOWS[own.__name__]
     _, *names = inspect.signature(own.forward).parameters

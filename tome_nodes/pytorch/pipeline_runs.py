@@ -44,12 +44,14 @@ _ROUNDING = 0.01
 
 def _method_of(scheduler: Any) -> Sampler | str:
     """What is known of a scheduler as it is configured, or why nothing is forecast under it."""
-    name, config = type(scheduler).__name__, scheduler.config
-    method = _METHODS.get(name)
+    unknown = reasons.unknown_scheduler(type(scheduler).__name__)
+    method = _METHODS.get(type(scheduler).__name__)
+    if method is None:
+        return unknown
+    config = scheduler.config
     # Noise that is drawn anew in every step takes the place of what forecasts carry on.
-    draws = config.get("stochastic_sampling") or "sde" in config.get("algorithm_type", "")
-    if method is None or draws:
-        return reasons.unknown_scheduler(name)
+    if config.get("stochastic_sampling") or "sde" in config.get("algorithm_type", ""):
+        return unknown
     # It looks back over three answers and corrects each.
     is_spaced = method is _UNIPC and any(config.get(spacing) for spacing in _SPACINGS)
     return reasons.UNEVEN if is_spaced else method
