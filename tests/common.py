@@ -88,6 +88,19 @@ def check_run(model, network, run, **options):
     assert torch.equal(run(), expected)
 
 
+class Broken:
+    """A kernel that does not compile."""
+
+    def __init__(self, error="out of resource: shared memory\nand more"):
+        self._error = error
+
+    def __getitem__(self, grid):
+        raise RuntimeError(self._error)
+
+
+_PARTS = ("_parameters", "_buffers", "_modules")
+
+
 def attributes(model):
     """The state of a model's modules, including hooks but not their order.
 
@@ -103,9 +116,6 @@ def attributes(model):
         )
         for module in model.modules()
     ]
-
-
-_PARTS = ("_parameters", "_buffers", "_modules")
 
 
 @contextmanager

@@ -167,7 +167,7 @@ def editor(request, browser, front_end):
 @pytest.fixture
 def fresh_editor(request, browser, front_end):
     """An editor for one test, in a fresh profile."""
-    with open_editor(browser, front_end, getattr(request, "param", {})) as editor:
+    with open_editor(browser, front_end, getattr(request, "param", CLASSIC)) as editor:
         yield editor
 
 
@@ -730,7 +730,7 @@ def place_and_wire(editor, blueprint, models, latent):
 @pytest.mark.parametrize(
     ("fresh_editor", "blueprint", "models", "latent", "side"),
     [
-        ({}, "ToMe hires fix", ["model"], ("KSampler", "samples"), 128),
+        (CLASSIC, "ToMe hires fix", ["model"], ("KSampler", "samples"), 128),
         # Any model samples in two parts; Wan's are too large to be written here.
         (
             *(NODES_2, "ToMe Wan 2.2 video", ["high_noise_model", "low_noise_model"]),
@@ -742,9 +742,8 @@ def place_and_wire(editor, blueprint, models, latent):
 )
 def test_blueprint_is_placed_wired_and_run(fresh_editor, blueprint, models, latent, side):
     place_and_wire(fresh_editor, blueprint, models, latent)
-    assert [inputs["ratio"] for inputs in inputs_of_patches(fresh_editor)] == [0.6] * (
-        1 + len(models)
-    )
+    ratios = [inputs["ratio"] for inputs in inputs_of_patches(fresh_editor)]
+    assert ratios == [0.6] * (1 + len(models))
     run_to_image(fresh_editor, side)
 
 

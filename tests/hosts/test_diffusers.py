@@ -417,15 +417,19 @@ def test_threads_on_one_unet_take_turns_and_each_follows_its_own_run(unet):
     assert not any("forward" in vars(module) for module in unet.modules())
 
 
+IN_MODULES = {"merge_crossattn": True, "merge_mlp": True}
+IN_STACKS = {"scope": "stack", "strategy": "window"}
+
+
 @pytest.mark.parametrize(
-    ("scope", "way"),
+    ("options", "way"),
     [
-        *(("stack", way) for way in COMPILED),
-        *(("module", way) for way in ("before", "compile_repeated_blocks")),
+        *((IN_STACKS, way) for way in COMPILED),
+        *((IN_MODULES, way) for way in ("before", "compile_repeated_blocks")),
     ],
+    ids=str,
 )
-def test_torch_compile_makes_whole_graphs_once(fresh_compiler, scope, way):
-    options = {"scope": scope, "merge_crossattn": True, "merge_mlp": True, "strategy": "window"}
+def test_torch_compile_makes_whole_graphs_once(fresh_compiler, options, way):
     case, graphs = sd15("one_level"), CompileCounter()
     plain = case()
     tome_nodes.apply_patch(case.pipeline, **options)

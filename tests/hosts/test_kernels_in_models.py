@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not made for this system")
 
-from common import DEVICE, relative_error
+from common import DEVICE, Broken, relative_error
 from host import compiled, keys_only, merging, sample
 from models import comfyui
 from torch._dynamo.testing import CompileCounter
@@ -121,11 +121,8 @@ def test_torch_compile_keeps_one_graph_of_a_transformer_with_kernels(models, fre
 def test_a_kernel_that_fails_gives_way_to_torch_before_the_run(
     sd15, log_messages, monkeypatch, untried
 ):
-    class Broken:
-        def __getitem__(self, grid):
-            raise RuntimeError("Failed to find C compiler\nand more")
-
-    monkeypatch.setattr(merging_kernels, "merge_kernel", Broken())
+    broken = Broken("Failed to find C compiler\nand more")
+    monkeypatch.setattr(merging_kernels, "merge_kernel", broken)
     small = {"size": (4, 8), "steps": 1}
     plain = sample(attach(sd15, merging(backend="torch")), **small)
     assert torch.equal(sample(attach(sd15, merging(backend="triton")), **small), plain)

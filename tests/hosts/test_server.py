@@ -166,7 +166,7 @@ def test_settings_count_in_place_of_the_other_inputs(server, pixels):
     assert of(settings=given) == of(settings=given, preset="balanced", ratio=0.1) == expected
     assert of(settings=given, preset="custom", sx=4, min_tokens=1) == expected
     assert of(settings='{"ratio": 0.5}', preset="fast", ratio=0.1) == expected
-    for nothing in ("{}", " ", None):
+    for nothing in ("{}", "", " ", "None", None):
         assert of(settings=nothing, preset="fast", ratio=0.5) == expected
     assert of(settings='{"ratio": 0.5, "max_downsample": "auto"}', preset="fast") == expected
 

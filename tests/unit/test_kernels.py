@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from common import DEVICE
+from common import DEVICE, Broken
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_plan import (
@@ -280,13 +280,6 @@ def test_operators_pass_the_checks_of_torch():
     ):
         checks = torch.library.opcheck(operator.default, arguments)
         assert set(checks.values()) == {"SUCCESS"}
-
-
-class Broken:
-    """A kernel that does not compile."""
-
-    def __getitem__(self, grid):
-        raise RuntimeError("out of resource: shared memory\nand more")
 
 
 def test_an_operator_gives_way_as_its_launcher_does(monkeypatch, caplog):

@@ -22,7 +22,6 @@ from ..forecasting.steps import (
     LEAST_SNR,
     LONG,
     Step,
-    are_apart,
     are_geometric,
     is_even,
     is_noise_alone,
@@ -226,10 +225,8 @@ def _obstacle(
     """
     if known is None:
         return reasons.sampler(name)
-    if count < known.least:
-        return reasons.too_short(count, known.least)
-    if count < known.apart and not are_apart(levels):
-        return reasons.UNEVEN
+    if (obstacle := known.obstacle(levels, count)) is not None:
+        return obstacle
     if "easycache" in options["transformer_options"]:
         return reasons.CACHE
     if "denoise_mask_function" in options:

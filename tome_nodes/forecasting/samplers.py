@@ -1,9 +1,10 @@
 """The samplers under which forecasts change the picture less than fewer steps do."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .steps import FASTER, LONG, SHORTEST
+from .. import reasons
+from .steps import FASTER, LONG, SHORTEST, are_apart
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,19 @@ class Sampler:
     apart: int = LONG
     faster: float = FASTER
     holds_on_unets: bool = True
+
+    def obstacle(self, levels: Sequence[float], count: int) -> str | None:
+        """Why nothing can be forecast in a run, as far as its noise levels show.
+
+        Args:
+            levels: as in :func:`tome_nodes.forecasting.steps.is_even`.
+            count: the number of steps.
+        """
+        if count < self.least:
+            return reasons.too_short(count, self.least)
+        if count < self.apart and not are_apart(levels):
+            return reasons.UNEVEN
+        return None
 
 
 _LOOKS_BACK = Sampler(8, faster=1.45)

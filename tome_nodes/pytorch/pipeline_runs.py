@@ -11,7 +11,6 @@ from ..forecasting.forecasts import Forecasts
 from ..forecasting.samplers import SAMPLERS, Sampler
 from ..forecasting.steps import (
     Step,
-    are_apart,
     is_even,
     is_noise_alone,
     latent_share,
@@ -84,6 +83,7 @@ class PipelineRun:
         self._config = config
         self._levels: list[float] = scheduler.sigmas.tolist()
         self._log_snrs: list[float] = []
+        self._obstacle: str | None = None
         self._first: int | None = None
         self._index: int | None = None
         self._calls_before = 0
@@ -99,11 +99,10 @@ class PipelineRun:
             return reasons.OTHER_NOISE
         if self._first is None:
             self._first, self._log_snrs = index, log_snrs(self._levels[index:], is_flow=True)
+            self._obstacle = self._method.obstacle(self._log_snrs, count - index)
+        if self._obstacle is not None:
+            return self._obstacle
         first, method = self._first, self._method
-        if count - first < method.least:
-            return reasons.too_short(count - first, method.least)
-        if count - first < method.apart and not are_apart(self._log_snrs):
-            return reasons.UNEVEN
         if index == self._index:
             self.call += 1
             return None
