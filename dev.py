@@ -26,9 +26,9 @@ SIDE_BY_SIDE = ("-n", "2", "--dist", "loadgroup")
 EPILOG = """\
 The first demo, test, bench, gpu, soak or compatibility makes .venv, with pinned packages and a real
 ComfyUI; this takes a few minutes and 6 GB. With --comfyui VERSION they use an earlier ComfyUI that
-is pinned; set COMFYUI_PATH to the folder of your own to use that instead. The commands "lint" and
-"test tests/unit" need only PyTorch, and fetch no ComfyUI and no browser. To undo everything, delete
-.venv and demo.
+is pinned; set COMFYUI_PATH to the folder of your own to use that instead. With --torch VERSION they
+use an older PyTorch, in a folder of its own below .venv. The commands "lint" and "test tests/unit"
+need only PyTorch, and fetch no ComfyUI and no browser. To undo everything, delete .venv and demo.
 """
 
 
@@ -50,21 +50,22 @@ def main() -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if version := getattr(arguments, "comfyui", None):
         os.environ["COMFYUI_PATH"] = str(environment.pinned_comfyui(version))
+    torch = getattr(arguments, "torch", environment.NEWEST_TORCH)
     try:
         if arguments.command == "demo":
             return demo(arguments)
         if arguments.command == "bench":
-            return bench(rest)
+            return bench(torch, rest)
         if arguments.command == "gpu":
-            return gpu(rest)
+            return gpu(torch, rest)
         if arguments.command in ("soak", "compatibility"):
-            return check(arguments.command, rest)
+            return check(torch, arguments.command, rest)
         if arguments.command == "generate":
             from tools import generate
 
             generate.main(rest)
             return 0
-        return test(rest) if arguments.command == "test" else lint()
+        return test(torch, rest) if arguments.command == "test" else lint()
     except ToolError as error:
         print(f"\nError: {error}", file=sys.stderr)
         return 1
@@ -78,14 +79,14 @@ def demo(arguments: argparse.Namespace) -> int:
 
     # Report a mistake in the options before minutes of set-up.
     demo.read_graph(arguments)
-    environment.prepare()
-    if not environment.is_active():
-        return _call(environment.PYTHON, __file__, *sys.argv[1:])
+    python = environment.prepare(arguments.torch)
+    if not environment.is_active(python):
+        return _call(python, __file__, *sys.argv[1:])
     demo.run(arguments)
     return 0
 
 
-def test(pytest_arguments: list[str]) -> int:
+def test(torch: str, pytest_arguments: list[str]) -> int:
     """Run the tests."""
     from tools import browser, environment, lanes
 
@@ -95,18 +96,15 @@ def test(pytest_arguments: list[str]) -> int:
         pytest_arguments = [*SIDE_BY_SIDE, *pytest_arguments, *lane]
         # One core for each process.
         settings["OMP_NUM_THREADS"] = "1"
-    if lanes.needs_comfyui(pytest_arguments):
-        environment.prepare()
-    else:
-        environment.prepare_light()
+    needs_comfyui = lanes.needs_comfyui(pytest_arguments)
+    python = (environment.prepare if needs_comfyui else environment.prepare_light)(torch)
     if lanes.needs_browser(pytest_arguments):
-        browser.ensure_browser()
+        browser.ensure_browser(python)
         environment.bring_newest_front_end()
-    command = ("-m", "pytest", *pytest_arguments)
-    return _call(environment.PYTHON, *command, folder=ROOT, settings=settings)
+    return _call(python, "-m", "pytest", *pytest_arguments, folder=ROOT, settings=settings)
 
 
-def bench(arguments: list[str]) -> int:
+def bench(torch: str, arguments: list[str]) -> int:
     """Measure what merging costs and saves."""
     from tools import environment
 
@@ -124,11 +122,10 @@ def bench(arguments: list[str]) -> int:
     chosen, rest = parser.parse_known_args(arguments)
     asked = [others[name] for name in others if getattr(chosen, name.replace("-", "_"))]
     module = [*asked, "benchmarks.speed"][0]
-    environment.prepare()
-    return _call(environment.PYTHON, "-m", module, *rest, folder=ROOT)
+    return _call(environment.prepare(torch), "-m", module, *rest, folder=ROOT)
 
 
-def gpu(arguments: list[str]) -> int:
+def gpu(torch: str, arguments: list[str]) -> int:
     """Test or measure on a GPU, or pack what a machine without a network needs for that."""
     from tools import carried, environment
 
@@ -138,35 +135,34 @@ def gpu(arguments: list[str]) -> int:
         parser.add_argument("--has", nargs="+", default=[])
         chosen = parser.parse_args(arguments[1:])
         environment.prepare()
-        carried.pack(chosen.carried or ROOT / "carried", chosen.has)
+        carried.pack(chosen.carried or ROOT / "carried", torch, chosen.has)
         return 0
     chosen, rest = parser.parse_known_args(arguments)
     command = ("-m", "benchmarks.speed.gpu", *rest)
     if chosen.carried is None:
-        environment.prepare()
-        return _call(environment.PYTHON, *command, folder=ROOT)
+        return _call(environment.prepare(torch), *command, folder=ROOT)
     with tempfile.TemporaryDirectory() as scratch:
         settings = carried.unpack(chosen.carried.resolve(), Path(scratch))
         os.environ.update(settings)
         return _call(sys.executable, *command, folder=ROOT)
 
 
-def check(name: str, arguments: list[str]) -> int:
+def check(torch: str, name: str, arguments: list[str]) -> int:
     """Run a test that is too long for the suite: ``soak`` or ``compatibility``."""
     from tools import environment
 
-    environment.prepare()
+    python = environment.prepare(torch)
     settings = {"OMP_NUM_THREADS": "1"}
-    return _call(environment.PYTHON, "-m", name, *arguments, folder=TESTS, settings=settings)
+    return _call(python, "-m", name, *arguments, folder=TESTS, settings=settings)
 
 
 def lint() -> int:
     """Check the code, its format and its types."""
     from tools import environment
 
-    environment.prepare_light()
+    python = environment.prepare_light()
     checks = (["ruff", "check"], ["ruff", "format", "--check"], ["mypy"])
-    codes = [_call(environment.PYTHON, "-m", *check, folder=ROOT) for check in checks]
+    codes = [_call(python, "-m", *check, folder=ROOT) for check in checks]
     return max(codes)
 
 
@@ -181,9 +177,17 @@ def _version(text: str) -> str:
     return text
 
 
+def _torch(text: str) -> str:
+    from tools.environment import TORCHES
+
+    if text not in TORCHES:
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(TORCHES)}")
+    return text
+
+
 def _parser() -> argparse.ArgumentParser:
     from tools.demo import add_arguments
-    from tools.environment import NEWEST, RELEASES
+    from tools.environment import NEWEST, NEWEST_TORCH, RELEASES, TORCHES
 
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
@@ -201,13 +205,20 @@ def _parser() -> argparse.ArgumentParser:
             # The start of an option may be one of pytest's, such as --co.
             allow_abbrev=False,
         )
-        if name in ("demo", "test", "bench"):
+        if name not in ("generate", "lint"):
             command.add_argument(
                 "--comfyui",
                 type=_version,
                 metavar="VERSION",
                 help=f"the ComfyUI to run on: {', '.join(RELEASES)} (default: COMFYUI_PATH, else "
                 f"{NEWEST})",
+            )
+            command.add_argument(
+                "--torch",
+                type=_torch,
+                default=NEWEST_TORCH,
+                metavar="VERSION",
+                help=f"the PyTorch to run on: {', '.join(TORCHES)} (default: {NEWEST_TORCH})",
             )
         return command
 

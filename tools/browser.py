@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
-from tools.environment import PYTHON, VENV
+from tools.environment import VENV
 from tools.steps import SetupError, run, succeeds
 
 PLAYWRIGHT_BROWSERS = VENV / "browsers"
@@ -34,12 +34,16 @@ def find_browser() -> Path | None:
     return next(filter(_starts, candidates), None)
 
 
-def ensure_browser() -> Path:
-    """Return a browser that starts, and install one first if there is none."""
+def ensure_browser(python: Path) -> Path:
+    """Return a browser that starts, and install one first if there is none.
+
+    Args:
+        python: an interpreter that has Playwright.
+    """
     if browser := find_browser():
         return browser
     failures = []
-    for step, command in _installations():
+    for step, command in _installations(python):
         try:
             run(step, command, {"PLAYWRIGHT_BROWSERS_PATH": str(PLAYWRIGHT_BROWSERS)})
         except SetupError as failure:
@@ -54,9 +58,9 @@ def ensure_browser() -> Path:
     )
 
 
-def _installations() -> list[tuple[str, Sequence[str | Path]]]:
+def _installations(python: Path) -> list[tuple[str, Sequence[str | Path]]]:
     steps: list[tuple[str, Sequence[str | Path]]] = [
-        ("Installing Playwright's Chromium", [PYTHON, "-m", "playwright", "install", "chromium"])
+        ("Installing Playwright's Chromium", [python, "-m", "playwright", "install", "chromium"])
     ]
     if shutil.which("apt-get") and os.geteuid() == 0:
         install = ["apt-get", "-q", "-y", "install", "--no-install-recommends", "chromium"]

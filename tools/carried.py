@@ -18,10 +18,11 @@ from tools.environment import (
     CONSTRAINTS,
     LDM,
     LIGHT_REQUIREMENTS,
-    PYTHON,
     REQUIREMENTS,
     ROOT,
+    TORCHES,
     comfyui_directory,
+    interpreter,
 )
 from tools.errors import ToolError
 from tools.steps import run, timed
@@ -58,24 +59,25 @@ _PLATFORMS = (
 )
 
 
-def pack(folder: Path, has: Iterable[str]) -> None:
+def pack(folder: Path, torch: str, has: Iterable[str]) -> None:
     """Fill a folder for Python 3.12 on Linux and x86-64.
 
     Args:
         folder: is made; wheels that are in it stay.
+        torch: the PyTorch of the other machine, one of `TORCHES`.
         has: packages that the other machine has.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with timed("Packing ComfyUI"):
         pack_comfyui(comfyui_directory(), folder / ARCHIVE)
     present = {_name(package) for package in has}
-    pinned = _pinned()
+    pinned = _pinned(torch)
     for names, platforms in ((NEEDED, _PLATFORMS), (PURE, ("any",))):
         wanted = [f"{name}=={pinned[name]}" for name in names if name not in present]
         if wanted:
             command: list[str | Path] = [
-                *(PYTHON, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps"),
-                *("--only-binary=:all:", "--python-version=3.12", f"--dest={folder}"),
+                *(interpreter(), "-m", "pip", "download", "--disable-pip-version-check"),
+                *("--no-deps", "--only-binary=:all:", "--python-version=3.12", f"--dest={folder}"),
                 *(f"--platform={platform}" for platform in platforms),
             ]
             run(f"Fetching {len(wanted)} wheels", [*command, *wanted])
@@ -132,10 +134,11 @@ def unpack(folder: Path, scratch: Path) -> dict[str, str]:
     return {"COMFYUI_PATH": str(comfyui), "PYTHONPATH": os.pathsep.join(path)}
 
 
-def _pinned() -> dict[str, str]:
+def _pinned(torch: str) -> dict[str, str]:
     files = CONSTRAINTS, LIGHT_REQUIREMENTS, REQUIREMENTS
     texts = [file.read_text(encoding="utf-8") for file in files]
-    pins = re.findall(r"^([\w.-]+)==([^\s;]+)", "\n".join([*texts, LDM]), re.MULTILINE)
+    lines = "\n".join([*texts, LDM, *TORCHES[torch].packages])
+    pins = re.findall(r"^([\w.-]+)==([^\s;]+)", lines, re.MULTILINE)
     return {_name(name): version for name, version in pins}
 
 

