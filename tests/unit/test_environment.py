@@ -129,7 +129,7 @@ def test_a_machine_has_the_newest_pytorch_for_its_python_and_releases_are_in_ord
         assert {name.partition("==")[0] for name in torch.packages} >= {"torchvision", "torchaudio"}
     assert all(is_earlier(later, version) for version, later in pairwise(TORCHES))
     fitting = [name for name, torch in TORCHES.items() if sys.version_info >= torch.python]
-    assert NEWEST_TORCH == fitting[0]
+    assert fitting[0] == NEWEST_TORCH
 
 
 def test_what_pytorch_brings_is_pinned_in_one_place():
