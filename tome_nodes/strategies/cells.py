@@ -1,7 +1,9 @@
 """Base of the strategies that keep one dst token in every cell (paper, section 4.2)."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -11,6 +13,9 @@ from ..ops import Operations
 from ..ops.random_picks import pick_per_cell
 from ..settings.config import ToMeConfig
 from .strategy import Strategy
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 LARGE = 64 * 64
 """From this many tokens on, a feature map is large."""
@@ -105,14 +110,28 @@ class CellStrategy(Strategy):
 
     def split_of(self, cells: Cells) -> tuple[Tensor, Tensor]:
         """The src and dst tokens of a grid in this step."""
-        if cells not in self._splits:
-            if self.config.use_rand:
-                count = cells.count
-                picks = pick_per_cell(self.key, count.height, count.width, cells.sy * cells.sx)
-            else:
-                picks = self.key.new_zeros(cells.count.tokens)
-            self._splits[cells] = self.split(cells, picks)
-        return self._splits[cells]
+        return made_once(self._splits, cells, lambda: self._new_split(cells))
+
+    def _new_split(self, cells: Cells) -> tuple[Tensor, Tensor]:
+        count = cells.count
+        if self.config.use_rand:
+            picks = pick_per_cell(self.key, count.height, count.width, cells.sy * cells.sx)
+        else:
+            picks = self.key.new_zeros(count.tokens)
+        return self.split(cells, picks)
+
+
+def made_once(made: dict[Key, Value], key: Key, make: Callable[[], Value]) -> Value:
+    """The value of a key, which is made when it is first needed.
+
+    While a model is compiled, it is made each time. The compiler removes repetitions itself, and
+    its graph would depend on what is kept.
+    """
+    if torch.compiler.is_compiling():
+        return make()
+    if key not in made:
+        made[key] = make()
+    return made[key]
 
 
 def share_of(ratio: float, tokens: int, growth: float) -> float:

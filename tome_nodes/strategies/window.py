@@ -13,7 +13,7 @@ from torch.linalg import vector_norm
 from ..merging.plan import Grid, Plan
 from ..ops import TORCH, KernelFailed, Operation, Operations
 from ..settings.config import ToMeConfig
-from .cells import Cells, CellStrategy, split_cells
+from .cells import Cells, CellStrategy, made_once, split_cells
 
 # The most features that a CPU gathers at once, to fit its cache; a GPU takes a whole map.
 _CPU_FEATURES_AT_ONCE = 2**20
@@ -57,23 +57,19 @@ class WindowStrategy(CellStrategy):
         return split_windows(cells.grid, cells.sy, cells.sx, picks)
 
     def plan(self, features: Tensor, grid: Grid, ratio: float) -> Plan | None:
-        windows = self._windows.get((grid, ratio))
-        if windows is None:
-            windows = self.windows(grid, ratio)
-            # A compiled graph would depend on what is kept.
-            if not torch.compiler.is_compiling():
-                self._windows[grid, ratio] = windows
+        windows = made_once(self._windows, (grid, ratio), lambda: self.windows(grid, ratio))
         if windows.quota == 0:
             return None
         if self.ops.match_windows is not None:
             plan = self._match_by_kernel(features, windows, self.ops.match_windows)
             if plan is not None:
                 return plan
-        cells, shape = windows.cells, features.shape
-        key = cells.grid, cells.sy, cells.sx, shape
-        pieces = self._pieces.get(key)
-        if pieces is None:
-            pieces = self._pieces[key] = _pieces(features, *self.split_of(cells))
+        cells = windows.cells
+        pieces = made_once(
+            self._pieces,
+            (cells.grid, cells.sy, cells.sx, features.shape),
+            lambda: _pieces(features, *self.split_of(cells)),
+        )
         return _match_pieces(features, pieces, windows.quota, self.ops)
 
     def windows(self, grid: Grid, ratio: float) -> Windows:

@@ -13,9 +13,12 @@ import torch
 import triton
 from torch import Tensor
 
-_REMEMBERS = triton.__version__.startswith("3.6.") and torch.version.hip is None
-"""Whether compiled kernels are remembered: in the version of Triton for which a test compares them
-with its own choice. On AMD's GPUs, the kind also depends on the size of a tensor's storage."""
+_COMPARED = ("3.6.", "3.8.", "3.9.")
+"""The releases of Triton for which a test compares what is remembered with Triton's own choice."""
+
+_REMEMBERS = triton.__version__.startswith(_COMPARED) and torch.version.hip is None
+"""Whether compiled kernels are remembered. On AMD's GPUs, the kind also depends on the size of a
+tensor's storage."""
 
 _ALIGNED = 16
 """Triton compiles wide loads for tensors that begin at a multiple of this many bytes."""

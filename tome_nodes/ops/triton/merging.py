@@ -26,8 +26,9 @@ from .window_merging import launch_of_windows, merge_windows, suits
 _MEMBERS = 8
 
 # Where means are stretched: the most slots of a program, the most values that it loads at once (64
-# a thread), and its warps.
-_SLOTS_OF_KEYS, _VALUES_OF_KEYS, _WARPS_OF_KEYS = 16, 8192, 4
+# a thread, and 32 of float32), and its warps.
+_SLOTS_OF_KEYS, _VALUES_OF_KEYS = 16, 8192
+_WARPS_OF_KEYS, _WARPS_OF_FLOAT32 = 4, 8
 
 
 @triton.jit(do_not_specialize=("tokens", "slots"))
@@ -190,7 +191,7 @@ def _launch_of(
         lanes = padded(head_channels)
         members = max(1, min(_MEMBERS, _VALUES_OF_KEYS // lanes))
         at_once = max(1, min(_SLOTS_OF_KEYS, _VALUES_OF_KEYS // (members * lanes)))
-        warps = _WARPS_OF_KEYS
+        warps = _WARPS_OF_FLOAT32 if dtype == torch.float32 else _WARPS_OF_KEYS
     grid = -(-slots // at_once), -(-channels // head_channels), batch
     constants = head_channels, lanes, at_once, members, heads is not None
     return Launch(grid, (tokens, slots, channels, *constants), warps), False
