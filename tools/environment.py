@@ -1,8 +1,8 @@
 """Make what `dev.py` needs: `.venv`, its packages and a real ComfyUI.
 
-Everything is in `.venv`, so deleting that folder undoes it. The newest PyTorch is in `.venv` itself,
-an older one in a folder below it. This uses only the standard library, because it runs before
-anything is installed. It leaves alone whatever is already correct.
+Everything is in `.venv`, so deleting that folder undoes it. The newest PyTorch is in `.venv`
+itself, an older one in a folder below it. This uses only the standard library, because it runs
+before anything is installed. It leaves alone whatever is already correct.
 """
 
 from __future__ import annotations

@@ -20,7 +20,6 @@ from .flow_call import FlowCall, flow_call
 from .patched_model import Attachment, Calls, Host
 from .pipeline_runs import PipelineRun, PipelineRuns
 
-
 # None before PyTorch 2.15.
 _set_frames: Callable[[int], int] | None = getattr(
     eval_frame, "set_fullgraph_compiled_frame_count", None
