@@ -15,14 +15,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tools.environment import (
-    CONSTRAINTS,
     LDM,
     LIGHT_REQUIREMENTS,
     REQUIREMENTS,
     ROOT,
-    TORCHES,
     comfyui_directory,
+    constraints_of,
     interpreter,
+    name_of,
 )
 from tools.errors import ToolError
 from tools.steps import run, timed
@@ -70,7 +70,7 @@ def pack(folder: Path, torch: str, has: Iterable[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with timed("Packing ComfyUI"):
         pack_comfyui(comfyui_directory(), folder / ARCHIVE)
-    present = {_name(package) for package in has}
+    present = {name_of(package) for package in has}
     pinned = _pinned(torch)
     for names, platforms in ((NEEDED, _PLATFORMS), (PURE, ("any",))):
         wanted = [f"{name}=={pinned[name]}" for name in names if name not in present]
@@ -135,12 +135,7 @@ def unpack(folder: Path, scratch: Path) -> dict[str, str]:
 
 
 def _pinned(torch: str) -> dict[str, str]:
-    files = CONSTRAINTS, LIGHT_REQUIREMENTS, REQUIREMENTS
-    texts = [file.read_text(encoding="utf-8") for file in files]
-    lines = "\n".join([*texts, LDM, *TORCHES[torch].packages])
+    texts = [file.read_text(encoding="utf-8") for file in (LIGHT_REQUIREMENTS, REQUIREMENTS)]
+    lines = "\n".join([*texts, LDM, *constraints_of(torch)])
     pins = re.findall(r"^([\w.-]+)==([^\s;]+)", lines, re.MULTILINE)
-    return {_name(name): version for name, version in pins}
-
-
-def _name(package: str) -> str:
-    return re.sub(r"[-_.]+", "-", package).lower()
+    return {name_of(name): version for name, version in pins}

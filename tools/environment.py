@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 import tarfile
@@ -83,7 +84,14 @@ TORCHES = {
     "2.15.0": Torch((3, 11), ("torchvision==0.29.2", "torchaudio==2.11.0")),
     "2.14.1": Torch((3, 10), ("torchvision==0.29.1", "torchaudio==2.11.0")),
     "2.11.0": Torch((3, 10), ("torchvision==0.26.0", "torchaudio==2.11.0")),
-    "2.4.1": Torch((3, 8), ("torchvision==0.19.1", "torchaudio==2.4.1")),
+    "2.4.1": Torch(
+        (3, 8),
+        (
+            *("torchvision==0.19.1", "torchaudio==2.4.1", "kornia==0.8.2", "diffusers==0.35.0"),
+            *("transformers==4.57.1", "huggingface-hub==0.36.0", "tokenizers==0.22.1"),
+            "peft==0.17.1",
+        ),
+    ),
 }
 """The releases of PyTorch that can be chosen, the newest first."""
 
@@ -135,7 +143,7 @@ def prepare_light(torch: str = NEWEST_TORCH) -> Path:
         _write_stamp(_folder(torch), light=None)
         _install(
             f"Installing PyTorch {torch} and the test tools (5 GB, some minutes)",
-            *(torch, CONSTRAINTS),
+            torch,
             f"--requirement={LIGHT_REQUIREMENTS}",
         )
         _write_stamp(_folder(torch), light=wanted)
@@ -292,18 +300,18 @@ def _install_packages(torch: str, comfyui: Path) -> None:
     """Install the packages that are not in the light lane."""
     sources = [REQUIREMENTS, comfyui / "requirements.txt"]
     # Another ComfyUI may need other versions than those that are pinned for this one.
-    constraints = CONSTRAINTS if comfyui == pinned_comfyui(NEWEST) else None
+    is_pinned = comfyui == pinned_comfyui(NEWEST)
     # A change of the light lane may affect what these need.
     contents = (*_light_contents(torch), *(source.read_bytes() for source in sources))
-    wanted = _digest(LDM.encode(), str(constraints).encode(), *contents)
+    wanted = _digest(LDM.encode(), str(is_pinned).encode(), *contents)
     folder = _folder(torch)
     if _stamp(folder).get("packages") == wanted:
         return
     _write_stamp(folder, packages=None)
     requirements = (f"--requirement={source}" for source in sources)
     step = "Installing the other packages (1 GB, some minutes)"
-    _install(step, torch, constraints, *requirements)
-    _install("Installing latent-diffusion", torch, constraints, "--no-deps", LDM)
+    _install(step, torch, *requirements, is_pinned=is_pinned)
+    _install("Installing latent-diffusion", torch, "--no-deps", LDM)
     python = _interpreter(folder)
     if not succeeds([python, "-c", "import torchaudio"]):
         run("Removing the extension of torchaudio", [python, "-c", _WITHOUT_EXTENSION])
@@ -311,30 +319,45 @@ def _install_packages(torch: str, comfyui: Path) -> None:
 
 
 def _light_contents(torch: str) -> list[bytes]:
-    packages = _packages(torch)
-    return [" ".join(packages).encode(), *(source.read_bytes() for source in LIGHT_SOURCES)]
+    packages = " ".join([torch, *TORCHES[torch].packages])
+    return [packages.encode(), *(source.read_bytes() for source in LIGHT_SOURCES)]
 
 
-def _packages(torch: str) -> list[str]:
-    return [f"torch=={torch}", *TORCHES[torch].packages]
+def constraints_of(torch: str, is_pinned: bool = True) -> list[str]:
+    """The versions of packages in the environment of a PyTorch, as pip takes them.
+
+    Without ``is_pinned``, only those of what has to fit PyTorch.
+    """
+    own = [f"torch=={torch}", *TORCHES[torch].packages]
+    names = {name_of(line) for line in own}
+    lines = CONSTRAINTS.read_text(encoding="utf-8").splitlines() if is_pinned else []
+    return [*own, *(line for line in lines if name_of(line) not in names)]
+
+
+def name_of(requirement: str) -> str:
+    """The name of the package that a line of requirements is for, as the package index has it."""
+    name = re.split("[^A-Za-z0-9._-]", requirement, maxsplit=1)[0]
+    return re.sub("[-_.]+", "-", name).lower()
 
 
 def _digest(*contents: bytes) -> str:
     return hashlib.sha256(b"\0".join(contents)).hexdigest()
 
 
-def _install(step: str, torch: str, constraints: Path | None, *arguments: str) -> None:
+def _install(step: str, torch: str, *arguments: str, is_pinned: bool = True) -> None:
     """Run `pip install`, and leave a mark for `_make_environment` if it is interrupted."""
     folder = _folder(torch)
+    constraints = folder / "constraints.txt"
+    constraints.write_text("\n".join(constraints_of(torch, is_pinned)), encoding="utf-8")
     command: list[str | Path] = [
         *(_interpreter(folder), "-m", "pip", "install", "--disable-pip-version-check"),
-        *_packages(torch),
+        *arguments,
     ]
-    # A machine may have constraints of its own; these are in their place, which an option is not.
-    settings = {"PIP_CONSTRAINT": constraints.as_uri() if constraints else os.devnull}
+    # In place of a machine's own constraints, to which an option would add.
+    settings = {"PIP_CONSTRAINT": constraints.as_uri()}
     _unfinished(folder).touch()
     try:
-        run(step, [*command, *arguments], settings)
+        run(step, command, settings)
     except SetupError as error:
         # pip puts back what it changed, unless it is killed.
         if error.status > 0:
