@@ -149,6 +149,13 @@ def named(reason: str, others: Collection[str]) -> str:
     return reason.replace(_OTHER, known)
 
 
+def not_compiled(error: str) -> str:
+    """For a model whose compiler failed on merging; ``error`` is what it says."""
+    return (
+        f"torch.compile failed on merging ({error}); do not compile this model, or leave ToMe out"
+    )
+
+
 def percents(start: float, end: float) -> str:
     """For a run of which no step lies between ``start_percent`` and ``end_percent``."""
     return f"start_percent={start} to end_percent={end} covers no step of this run; widen them"

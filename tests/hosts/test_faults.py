@@ -6,8 +6,8 @@ import comfy.model_management
 import pytest
 import torch
 from common import EVERYTHING, stopped
-from host import merging, overridden, sample
-from models.comfyui import TINY
+from host import compiled, merging, overridden, sample
+from models.comfyui import TINY, UNETS
 from models.comfyui import sample as sample_transformer
 from models.pipelines import call, make_unet
 
@@ -151,4 +151,57 @@ def test_a_unet_of_diffusers_goes_on_unmerged(without_memory, scope, stage):
     tome_nodes.apply_patch(unet, scope=scope, proportional_attn=True, **EVERYTHING)
     without_memory(stage, run, plain)
     tome_nodes.remove_patch(unet)
+    assert not any("forward" in vars(module) for module in unet.modules())
+
+
+def fails_on_merging(graph, inputs):
+    """A compiler's backend that lacks an operator with which tokens merge."""
+    operators = {str(node.target) for node in graph.graph.nodes}
+    if any("embedding_bag" in operator for operator in operators):
+        raise NotImplementedError("there is no bag\nin this compiler")
+    return graph.forward
+
+
+def where_a_compiler_fails(run, remove, log_messages):
+    """Check that merging ends where the compiler fails on it, with one line; return the result."""
+    merged, attempts = run(), log_messages()
+    assert len(attempts) == 2
+    why = (
+        "torch.compile failed on merging (NotImplementedError: there is no bag); do not compile "
+        "this model, or leave ToMe out"
+    )
+    assert attempts[0] == f"[ToMe] {why}; the rest of this run goes on without merging"
+    assert attempts[1] == f"[ToMe] nothing merged: {why}"
+    again = run()
+    # The compiler is not asked again, in any run.
+    assert not any("the rest of this run" in message for message in log_messages()[2:])
+    remove()
+    assert torch.equal(merged, run()) and torch.equal(again, merged)
+
+
+def test_where_the_compiler_fails_on_merging_a_run_goes_on_unmerged(
+    shallow, fresh_compiler, log_messages
+):
+    model = compiled(shallow, backend=fails_on_merging)
+    patched = [attach(model, merging())]
+    tiny = UNETS["sd15"]
+    where_a_compiler_fails(
+        lambda: sample_transformer(patched[0], tiny, steps=2),
+        lambda: patched.insert(0, model),
+        log_messages,
+    )
+    assert overridden(model) == []
+
+
+def test_where_the_compiler_fails_a_unet_of_diffusers_goes_on_unmerged(
+    fresh_compiler, log_messages
+):
+    unet = make_unet()
+    compiled_unet = torch.compile(unet, backend=fails_on_merging, fullgraph=True)
+    tome_nodes.apply_patch(unet, scope="stack")
+    where_a_compiler_fails(
+        lambda: torch.stack([call(compiled_unet, timestep) for timestep in (900, 600)]),
+        lambda: tome_nodes.remove_patch(unet),
+        log_messages,
+    )
     assert not any("forward" in vars(module) for module in unet.modules())

@@ -110,6 +110,10 @@ def missing_operation(
         raise
     except Exception as error:
         # Kernel compilers raise exceptions of their own.
-        first_line = str(error).partition("\n")[0]
-        return f"{type(error).__name__}: {first_line}"
+        return f"{type(error).__name__}: {first_line(error)}"
     return None
+
+
+def first_line(error: Exception) -> str:
+    """The first line of what an error says."""
+    return str(error).strip().partition("\n")[0]

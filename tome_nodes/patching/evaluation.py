@@ -19,7 +19,7 @@ from ..merging.plan import Grid
 from ..ops.random_picks import step_key
 from ..settings.config import ToMeConfig
 from .blocks import Evaluated, Evaluation, ModelRecord, Observer, Outcome, PatchedModel
-from .engine import Engine, MakeStrategy, make_engine
+from .engine import Engine, MakeStrategy, first_line, make_engine
 from .schedule import Moment, ratio_at
 
 log = logging.getLogger("tome_nodes")
@@ -33,6 +33,10 @@ as much time as it saves."""
 _locks: WeakKeyDictionary[nn.Module, RLock] = WeakKeyDictionary()
 """What a thread holds while it evaluates a model; evaluations may be nested."""
 
+_not_compiled: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+"""Why nothing merges in models whose compiler failed on merging. It would fail again, after
+minutes."""
+
 
 class Run:
     """The evaluations of one model in a sampling run.
@@ -40,7 +44,7 @@ class Run:
     Attributes:
         model: the model and its blocks.
         engine: what merging runs on; None before the first evaluation that may merge.
-        out_of_memory: whether to stop merging, since a merged evaluation ran out of memory and an
+        out_of_memory: whether to stop merging, as a merged evaluation ran out of memory and an
             unmerged one did not.
     """
 
@@ -61,25 +65,37 @@ class Run:
         self._engines: dict[tuple[torch.device, torch.dtype, bool], Engine] = {}
 
     def or_unmerged(self, evaluate: Callable[[], Result]) -> Result:
-        """The result of ``evaluate``; if merging runs out of memory, the result without it.
+        """The result of ``evaluate``; the result without merging if that fails for its own reasons.
+
+        These are too little memory, and a compiler of the model that fails on merging.
 
         Args:
             evaluate: evaluates the model within :meth:`evaluation`.
         """
         try:
             return evaluate()
-        except torch.OutOfMemoryError:
-            if not self._may_merge:
+        except Exception as error:
+            is_memory = isinstance(error, torch.OutOfMemoryError)
+            if not self._may_merge or not (is_memory or _is_of_compiler(error)):
                 raise
+            # That of a backend, where that has failed.
+            inner = getattr(error, "inner_exception", error)
+            why = reasons.not_compiled(f"{type(inner).__name__}: {first_line(inner)}")
         # Not in the except block, where the traceback keeps the tensors of the evaluation.
-        self.out_of_memory = True
+        network = self.model.model
+        if is_memory:
+            self.out_of_memory = True
+        else:
+            _not_compiled[network] = why
         try:
             result = evaluate()
         except BaseException:
             self.out_of_memory = False
+            _not_compiled.pop(network, None)
             raise
         log.warning(
-            "[ToMe] the device ran out of memory; the rest of this run goes on without merging"
+            "[ToMe] %s; the rest of this run goes on without merging",
+            "the device ran out of memory" if is_memory else why,
         )
         return result
 
@@ -146,6 +162,8 @@ class Run:
             return reasons.percents(self._config.start_percent, self._config.end_percent)
         if self.out_of_memory:
             return reasons.NO_MEMORY
+        if self.model.model in _not_compiled:
+            return _not_compiled[self.model.model]
         if obstacle is not None:
             return obstacle
         engine = self.engine = self._engine(device, dtype)
@@ -180,3 +198,9 @@ class Run:
         if place not in self._engines:
             self._engines[place] = make_engine(self._config, self._make_strategy, device, dtype)
         return self._engines[place]
+
+
+def _is_of_compiler(error: Exception) -> bool:
+    """Whether torch.compile raised an error."""
+    # By name, as importing the compiler takes seconds.
+    return any(kind.__module__.startswith("torch._dynamo") for kind in type(error).__mro__)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C._dynamo import eval_frame
 from torch._dynamo.decorators import skip
 
 from ..patching.blocks import uncompiled
@@ -19,23 +18,6 @@ from ..settings.config import ToMeConfig
 from .flow_call import FlowCall, flow_call
 from .patched_model import Attachment, Calls, Host
 from .pipeline_runs import PipelineRun, PipelineRuns
-
-# None before PyTorch 2.15.
-_set_frames: Callable[[int], int] | None = getattr(
-    eval_frame, "set_fullgraph_compiled_frame_count", None
-)
-
-
-@skip
-def _count_as_compiled() -> None:
-    """Say that this call of a model has run something compiled, if that is asked.
-
-    From PyTorch 2.15 on, a call of a model that was compiled with ``fullgraph`` raises an error if
-    nothing compiled has run in it. A forecast runs nothing.
-    """
-    # A count that goes on stays as it is, unless it ends first.
-    if _set_frames is not None and _set_frames(-1) >= 0:
-        _set_frames(1)
 
 
 class DiffusersTransformers(Host):
@@ -98,7 +80,6 @@ class TransformerCalls(Calls):
             return forward(*args, **kwargs)
         predicted = self._predict(*begun)
         if predicted is not None:
-            _count_as_compiled()
             return predicted
         try:
             result = forward(*args, **kwargs)

@@ -14,6 +14,7 @@ from typing import Any, SupportsIndex
 
 import torch
 from torch import nn
+from torch._C._dynamo import eval_frame
 from torch._dynamo.decorators import skip
 
 from ..patching.engine import MakeStrategy
@@ -24,6 +25,12 @@ log = logging.getLogger("tome_nodes")
 
 _STATE = "_tome_nodes"
 """The attribute of a patched model for its :class:`Attachment`."""
+
+
+# None before PyTorch 2.15.
+_set_frames: Callable[[int], int] | None = getattr(
+    eval_frame, "set_fullgraph_compiled_frame_count", None
+)
 
 
 class Once:
@@ -118,9 +125,11 @@ class Attachment:
             return forward(*args, **kwargs)
         calls.is_running = True
         try:
-            return calls.call(forward, args, kwargs)
+            result = calls.call(forward, args, kwargs)
         finally:
             calls.is_running = False
+        _count_as_compiled()
+        return result
 
     @torch.compiler.disable
     def _calls_of(self, model: nn.Module) -> "Calls":
@@ -130,6 +139,19 @@ class Attachment:
         if calls is None or calls.network is not model:
             calls = self._of_thread.calls = self._host.calls(self, model)
         return calls
+
+
+@skip
+def _count_as_compiled() -> None:
+    """Say that this call of a model has run something compiled, if that is asked.
+
+    From PyTorch 2.15 on, a call of a model that was compiled with ``fullgraph`` raises an error if
+    nothing compiled has run in it: no model runs in a forecast, and the compiler rests after it has
+    failed on merging.
+    """
+    # A count that goes on stays as it is, unless it ends first.
+    if _set_frames is not None and _set_frames(-1) >= 0:
+        _set_frames(1)
 
 
 def detach(model: nn.Module) -> None:
