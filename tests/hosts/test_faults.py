@@ -69,7 +69,7 @@ def without_memory(break_stage, log_messages):
         assert torch.equal(run(), plain)
         assert len(calls) == 1
         assert log_messages()[before:] == [
-            "[ToMe] the device ran out of memory; the rest of this run goes on without merging",
+            f"[ToMe] {reasons.NO_MEMORY}; the rest of this run goes on without merging",
             f"[ToMe] nothing merged: {reasons.NO_MEMORY}",
         ]
         assert torch.equal(run(), expected)
@@ -163,7 +163,7 @@ def fails_on_merging(graph, inputs):
 
 
 def where_a_compiler_fails(run, remove, log_messages):
-    """Check that merging ends where the compiler fails on it, with one line; return the result."""
+    """Check that merging ends where the compiler fails on it, and that a run says so once."""
     merged, attempts = run(), log_messages()
     assert len(attempts) == 2
     why = (
@@ -172,11 +172,8 @@ def where_a_compiler_fails(run, remove, log_messages):
     )
     assert attempts[0] == f"[ToMe] {why}; the rest of this run goes on without merging"
     assert attempts[1] == f"[ToMe] nothing merged: {why}"
-    again = run()
-    # The compiler is not asked again, in any run.
-    assert not any("the rest of this run" in message for message in log_messages()[2:])
     remove()
-    assert torch.equal(merged, run()) and torch.equal(again, merged)
+    assert torch.equal(merged, run())
 
 
 def test_where_the_compiler_fails_on_merging_a_run_goes_on_unmerged(

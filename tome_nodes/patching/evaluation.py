@@ -33,10 +33,6 @@ as much time as it saves."""
 _locks: WeakKeyDictionary[nn.Module, RLock] = WeakKeyDictionary()
 """What a thread holds while it evaluates a model; evaluations may be nested."""
 
-_not_compiled: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-"""Why nothing merges in models whose compiler failed on merging. It would fail again, after
-minutes."""
-
 
 class Run:
     """The evaluations of one model in a sampling run.
@@ -44,8 +40,8 @@ class Run:
     Attributes:
         model: the model and its blocks.
         engine: what merging runs on; None before the first evaluation that may merge.
-        out_of_memory: whether to stop merging, as a merged evaluation ran out of memory and an
-            unmerged one did not.
+        stopped: why nothing merges any more, as a merged evaluation failed and an unmerged one did
+            not; else None.
     """
 
     def __init__(
@@ -58,7 +54,7 @@ class Run:
     ):
         self.model = PatchedModel(config, record, model, observer)
         self.engine: Engine | None = None
-        self.out_of_memory = False
+        self.stopped: str | None = None
         self._may_merge = False
         self._config = config
         self._make_strategy = make_strategy
@@ -75,28 +71,17 @@ class Run:
         try:
             return evaluate()
         except Exception as error:
-            is_memory = isinstance(error, torch.OutOfMemoryError)
-            if not self._may_merge or not (is_memory or _is_of_compiler(error)):
+            why = _why_stopped(error) if self._may_merge else None
+            if why is None:
                 raise
-            # That of a backend, where that has failed.
-            inner = getattr(error, "inner_exception", error)
-            why = reasons.not_compiled(f"{type(inner).__name__}: {first_line(inner)}")
         # Not in the except block, where the traceback keeps the tensors of the evaluation.
-        network = self.model.model
-        if is_memory:
-            self.out_of_memory = True
-        else:
-            _not_compiled[network] = why
+        self.stopped = why
         try:
             result = evaluate()
         except BaseException:
-            self.out_of_memory = False
-            _not_compiled.pop(network, None)
+            self.stopped = None
             raise
-        log.warning(
-            "[ToMe] %s; the rest of this run goes on without merging",
-            "the device ran out of memory" if is_memory else why,
-        )
+        log.warning("[ToMe] %s; the rest of this run goes on without merging", why)
         return result
 
     @contextmanager
@@ -160,10 +145,8 @@ class Run:
         """Why nothing can merge in an evaluation; None if something perhaps can."""
         if not moment.is_active:
             return reasons.percents(self._config.start_percent, self._config.end_percent)
-        if self.out_of_memory:
-            return reasons.NO_MEMORY
-        if self.model.model in _not_compiled:
-            return _not_compiled[self.model.model]
+        if self.stopped is not None:
+            return self.stopped
         if obstacle is not None:
             return obstacle
         engine = self.engine = self._engine(device, dtype)
@@ -200,7 +183,13 @@ class Run:
         return self._engines[place]
 
 
-def _is_of_compiler(error: Exception) -> bool:
-    """Whether torch.compile raised an error."""
+def _why_stopped(error: Exception) -> str | None:
+    """The reason to merge no more after an error; None if merging is not to blame for it."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return reasons.NO_MEMORY
     # By name, as importing the compiler takes seconds.
-    return any(kind.__module__.startswith("torch._dynamo") for kind in type(error).__mro__)
+    if not any(kind.__module__.startswith("torch._dynamo") for kind in type(error).__mro__):
+        return None
+    # If a backend has failed, its own error.
+    inner = getattr(error, "inner_exception", error)
+    return reasons.not_compiled(f"{type(inner).__name__}: {first_line(inner)}")

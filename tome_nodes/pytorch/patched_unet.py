@@ -121,8 +121,9 @@ class UNetCalls(Calls):
             return False
         noise = timestep.max().item() if isinstance(timestep, Tensor) else timestep
         # A new run may have more memory.
-        if noise > self._timestep or not self._completed:
-            self._run.out_of_memory = False
+        is_new = noise > self._timestep or not self._completed
+        if is_new and self._run.stopped == reasons.NO_MEMORY:
+            self._run.stopped = None
         self._timestep = noise
         self._completed = False
         moment = self._moment(noise)
