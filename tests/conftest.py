@@ -75,6 +75,8 @@ def untried():
 @pytest.fixture
 def fresh_compiler():
     """A compiler that has compiled nothing, in this test and after it."""
+    if torch.__version__ < "2.11":
+        pytest.skip("whole graphs of patched models need PyTorch 2.11")
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

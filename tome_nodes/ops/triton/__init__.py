@@ -41,4 +41,6 @@ TRITON = Operations("triton", merge, merge_keys, unmerge, add_change, widen, mat
 
 def runs_on(device: torch.device) -> bool:
     """Whether the kernels run on a device: CUDA, ROCm, or a CPU with Triton's interpreter."""
-    return device.type == "cuda" or (device.type == "cpu" and triton.knobs.runtime.interpret)
+    # Early releases of Triton have no knobs.
+    is_interpreted = hasattr(triton, "knobs") and triton.knobs.runtime.interpret
+    return device.type == "cuda" or (device.type == "cpu" and is_interpreted)
