@@ -6,6 +6,7 @@ The attention of ComfyUI 0.38 is written down as far as it is known; see `CONTRI
 import copy
 import functools
 import inspect
+from contextlib import ExitStack
 
 import comfy.ldm.flux.math
 import comfy.ldm.modules.attention as host_attention
@@ -13,19 +14,26 @@ import pytest
 import torch
 from comfy.ldm.flux.layers import DoubleStreamBlock
 from comfy.ldm.modules.attention import BasicTransformerBlock, CrossAttention, optimized_attention
+from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from comfy.ldm.wan.model import WanSelfAttention
 from comfy.model_base import BaseModel
 from comfy.model_patcher import ModelPatcher
 from comfy.model_sampling import ModelSamplingDiscrete
+from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrappers
 from comfy.samplers import CFGGuider
 from common import relative_error
 from host import OVERRIDE, keys_only, merging, overridden, shuffle_error, with_override
+from host import sample as sample_unet
 from models.comfyui import TINY, sample
 from torch import nn
 
 from tome_nodes.comfyui import host_checks
+from tome_nodes.comfyui import models as records
 from tome_nodes.comfyui.attachment import attach, is_attached
 from tome_nodes.comfyui.models import record_of
+from tome_nodes.comfyui.models.unet import UNET, ComfyUNet
+from tome_nodes.settings.config import ToMeConfig
+from tome_nodes.settings.presets import settings_of
 
 
 def renamed(function, *names):
@@ -87,6 +95,77 @@ def test_a_part_that_is_gone(models, log_messages, monkeypatch, kind, owner, par
     name = part.partition(".")[2]
     monkeypatch.delattr(owner, methods.get(name, name))
     check_unpatched(model, log_messages, part)
+
+
+def with_one_more(method, given):
+    """A method of a later ComfyUI, which takes one argument more; ``given`` are its values."""
+
+    def later(*args, pe=None, **kwargs):
+        given.append(pe)
+        return method(*args, **kwargs)
+
+    return later
+
+
+@pytest.mark.parametrize("kind", [BasicTransformerBlock, CrossAttention])
+@pytest.mark.parametrize(
+    "settings", [{}, {"attn_tokens": "k,v", "grows": True}, {"scope": "stack"}], ids=str
+)
+@pytest.mark.parametrize("is_patched", [False, True])
+def test_an_argument_that_a_later_block_takes_besides_gets_to_it(
+    sd15, monkeypatch, kind, settings, is_patched
+):
+    model = sd15.clone()
+    if is_patched:
+        # In the middle only, but then each block is asked whether it is.
+        patch = {"attn1": {("middle", 0): lambda n, context, value, extra: n}}
+        model.model_options["transformer_options"]["patches_replace"] = patch
+    patched = attach(model, merging(**settings))
+    expected, given = sample_unet(patched, steps=1), []
+
+    def hook(module, args, kwargs):
+        return args, kwargs | {"pe": "there"}
+
+    monkeypatch.setattr(kind, "forward", with_one_more(kind.forward, given))
+    with ExitStack() as hooks:
+        for module in model.model.diffusion_model.modules():
+            if isinstance(module, kind):
+                hooks.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
+        assert torch.equal(sample_unet(patched, steps=1), expected)
+    assert set(given) == {"there"}
+
+
+def test_an_argument_that_a_later_model_takes_besides_gets_to_it(sd15, monkeypatch):
+    patched = attach(sd15, merging())
+    expected, given = sample_unet(patched, steps=1), []
+
+    def apply_model(self, x, t, c_concat, c_crossattn, control, transformer_options, later):
+        given.append(later)
+        return self._apply_model(x, t, c_concat, c_crossattn, control, transformer_options)
+
+    def execute(self, x, t, c_crossattn, transformer_options):
+        wrappers = get_all_wrappers(WrappersMP.APPLY_MODEL, transformer_options)
+        executor = WrapperExecutor.new_class_executor(
+            functools.partial(apply_model, self), self, wrappers
+        )
+        return executor.execute(x, t, None, c_crossattn, None, transformer_options, "there")
+
+    execute.__signature__ = inspect.signature(BaseModel.apply_model)
+    monkeypatch.setattr(BaseModel, "apply_model", execute)
+    assert torch.equal(sample_unet(patched, steps=1), expected)
+    assert set(given) == {"there"}
+
+
+def test_a_unet_of_another_record_merges_under_each_preset(sd15, monkeypatch, log_messages):
+    class LaterUNet(ComfyUNet):
+        def matches(self, model):
+            return isinstance(model, UNetModel)
+
+    monkeypatch.setattr(ComfyUNet, "matches", lambda self, model: False)
+    monkeypatch.setattr(records, "RECORDS", (*records.RECORDS, LaterUNet(**vars(UNET))))
+    config = ToMeConfig(**settings_of("balanced", {}) | {"min_tokens": 1})
+    sample_unet(attach(sd15, config), steps=1)
+    assert log_messages()[-1].startswith("[ToMe] merged 6/6 blocks ")
 
 
 class Container:

@@ -17,6 +17,10 @@ OVERRIDE = "optimized_attention_override"
 class ComfyRecord(ModelRecord, Protocol):
     """What is known about ComfyUI's models of one kind."""
 
+    @property
+    def is_unet(self) -> bool:
+        """Whether the models are UNets, in which tokens merge under every preset."""
+
     def matches(self, model: nn.Module) -> bool:
         """Whether a model is of this kind."""
 

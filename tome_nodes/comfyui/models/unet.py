@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from comfy.ldm.modules.attention import SpatialTransformer
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
@@ -28,13 +28,21 @@ Options = dict[str, Any] | None
 Shape = Sequence[int] | None
 
 
-def _shapes(context: Any = None, transformer_options: Options = None) -> tuple[Shape, Shape]:
+# A later block may take more arguments than these.
+def _shapes(
+    context: Any = None, transformer_options: Options = None, *args: Any, **kwargs: Any
+) -> tuple[Shape, Shape]:
     options = transformer_options or {}
     return options.get("activations_shape"), options.get("original_shape")
 
 
 def _needs_all_tokens(
-    block: nn.Module, index: int, context: Any = None, transformer_options: Options = None
+    block: nn.Module,
+    index: int,
+    context: Any = None,
+    transformer_options: Options = None,
+    *args: Any,
+    **kwargs: Any,
 ) -> bool:
     """Whether another node patches the inside of this block, or of all blocks."""
     options = transformer_options or {}
@@ -157,6 +165,8 @@ class StackOverride:
 @dataclass(frozen=True)
 class ComfyUNet(UNetRecord):
     """``UNetModel``, whose blocks are ``BasicTransformerBlock`` and read the tokens' shape."""
+
+    is_unet: ClassVar[bool] = True
 
     def matches(self, model: nn.Module) -> bool:
         return isinstance(model, UNetModel)
