@@ -24,7 +24,7 @@ from comfy.samplers import CFGGuider
 from common import relative_error
 from host import OVERRIDE, keys_only, merging, overridden, shuffle_error, with_override
 from host import sample as sample_unet
-from models.comfyui import TINY, sample
+from models.comfyui import TINY, UNETS, sample
 from torch import nn
 
 from tome_nodes.comfyui import host_checks
@@ -180,23 +180,44 @@ class Container:
 
 
 def tensor_of(x):
-    return x.take() if isinstance(x, Container) else x
+    return x if isinstance(x, torch.Tensor) else x.take()
 
 
 def attention_of_038(takes_for_overrides):
-    """The attention of the host as of 0.38, called with containers, as overrides may be."""
+    """The attention of the host as of 0.38, called with containers, as overrides may be.
+
+    It calls an override; else what is stored with the weights; else its own function.
+    """
     function = host_attention.attention_pytorch.__wrapped__
 
     def attention(q, k, v, heads, mask=None, preferred_attention=None, **kwargs):
         override = (kwargs.get("transformer_options") or {}).get(OVERRIDE)
-        q, k, v = map(tensor_of, (q, k, v))
+        kwargs["_inside_attn_wrapper"] = True
         if override is None:
-            return function(q, k, v, heads, mask=mask, **kwargs)
+            call = getattr(preferred_attention, "function", None)
+            if call is None:
+                call, (q, k, v) = function, map(tensor_of, (q, k, v))
+            return call(q, k, v, heads, mask=mask, **kwargs)
+        q, k, v = map(tensor_of, (q, k, v))
         if not takes_for_overrides:
             q, k, v = map(Container, (q, k, v))
         return override(function, q, k, v, heads, mask=mask, **kwargs)
 
     return attention
+
+
+def cross_attention_of_038(self, x, context=None, value=None, mask=None, transformer_options=None):
+    """The forward of a UNet's attentions as of 0.38."""
+    context = x if context is None else context
+    sources = self.to_q(x), self.to_k(context), self.to_v(context if value is None else value)
+    out = host_attention.optimized_attention(
+        *map(Container, sources),
+        self.heads,
+        mask=mask,
+        preferred_attention=getattr(self, "comfy_attention", None),
+        transformer_options=transformer_options,
+    )
+    return self.to_out(out)
 
 
 @pytest.fixture
@@ -205,10 +226,11 @@ def host_038(monkeypatch):
         attention = attention_of_038(takes_for_overrides)
 
         def called(q, k, v, *args, **kwargs):
-            contained = map(Container, (q, k, v))
-            return attention(*contained, *args, preferred_attention="any", **kwargs)
+            contained = (Container(tensor_of(x)) for x in (q, k, v))
+            return attention(*contained, *args, **kwargs | {"preferred_attention": None})
 
-        monkeypatch.setattr(host_attention, "optimized_attention", attention)
+        for name in ("optimized_attention", "optimized_attention_masked"):
+            monkeypatch.setattr(host_attention, name, attention)
         monkeypatch.setattr(comfy.ldm.flux.math, "optimized_attention", called)
 
     return install
@@ -243,11 +265,11 @@ class StoredAttention(nn.Module):
         self.keys = []
 
     def function(self, q, k, v, heads, mask=None, **kwargs):
-        self.keys.append(k.shape[-2])
+        q, k, v = map(tensor_of, (q, k, v))
+        # Not in a trial.
+        if "transformer_options" in kwargs:
+            self.keys.append(k.shape[-2])
         return optimized_attention(q, k, v, heads, mask=mask, **kwargs)
-
-    # How the pack knows it.
-    function.__name__ = "attention_comfy_kitchen_int8"
 
 
 @pytest.mark.parametrize("kind", ["minimax_h3", "krea2", "wan21"])
@@ -266,6 +288,35 @@ def test_an_attention_that_is_stored_with_the_weights_gets_the_merged_keys(
     picture = 80 * (tiny.frames or 1)
     assert stored.keys
     assert all(keys < tiny.before + picture for keys in stored.keys)
+    assert "weigh as one token" not in log_messages()[-1]
+
+
+@pytest.mark.parametrize("are_all_stored", [True, False])
+@pytest.mark.parametrize(
+    "settings", [{}, {"attn_tokens": "k,v", "grows": True}, {"scope": "stack"}], ids=str
+)
+def test_an_attention_that_is_stored_with_a_unet_is_called_as_often_as_without_us(
+    models, host_038, settings, are_all_stored, log_messages, monkeypatch
+):
+    """Also if another one, or none, is stored with other attentions of a stack."""
+    model, size = models("sdxl"), (24, 32)
+    host_038(takes_for_overrides=True)
+    monkeypatch.setattr(CrossAttention, "forward", cross_attention_of_038)
+    patched = attach(model, merging(strategy="window", max_downsample=4, **settings))
+
+    def run(model):
+        return sample(model, UNETS["sdxl"], size, steps=2)
+
+    expected = run(patched)
+    stored = StoredAttention()
+    for name, module in model.model.diffusion_model.named_modules():
+        if isinstance(module, CrossAttention) and (are_all_stored or ".0.attn1" in name):
+            monkeypatch.setattr(module, "comfy_attention", stored, raising=False)
+    run(model)
+    without, stored.keys = stored.keys, []
+    assert without
+    assert relative_error(run(patched), expected) < 1e-5
+    assert len(stored.keys) == len(without) and sum(stored.keys) < sum(without)
     assert "weigh as one token" not in log_messages()[-1]
 
 

@@ -12,10 +12,11 @@ from torch import nn
 
 from ... import reasons
 from ...merging.plan import Grid
+from ...patching.attention_trial import Attention
 from ...patching.blocks import PatchedModel, Stack, uncompiled
 from ...settings.config import ToMeConfig
 from .attention_block import AttentionBlock
-from .base import class_name, takes
+from .base import class_name, host_attentions, takes
 
 _REFERENCES = ("ref_latents", "ref_latent", "image_cond")
 """Conditions that are pictures in the sequence, before or after the one that is sampled."""
@@ -60,6 +61,10 @@ class Transformer:
 
     def work(self, model: PatchedModel) -> None:
         """Not known: presets forecast these models, and everything else is as it is set."""
+
+    def attentions(self) -> set[Attention]:
+        """The attention functions that ComfyUI now calls."""
+        return host_attentions()
 
     def grid(self, model: Any, shape: Sequence[int]) -> Grid:
         return grid_of(shape, self.patch(model))
