@@ -141,6 +141,12 @@ OTHER_NOISE = (
 CALLED_DIFFERENTLY = "another node changes how the attention is called"
 OTHER_ATTENTION = "another node replaces the attention function"
 NO_WEIGHTS = "this host has no way to weigh them"
+UNTRIED = "a compiled model calls an attention function that was not known before"
+
+
+def takes_no_weights(function: str) -> str:
+    """The reason for an attention function that is called so."""
+    return f"{function} takes no weights"
 
 
 def named(reason: str, others: Collection[str]) -> str:

@@ -12,13 +12,22 @@ from common import DEVICE, relative_error
 from host import merging, needs, sample, with_override
 from torch.testing import assert_close
 
+from tome_nodes import reasons
 from tome_nodes.comfyui.attachment import attach
 from tome_nodes.comfyui.models.attention_block import Part
 from tome_nodes.comfyui.models.base import OVERRIDE
 from tome_nodes.comfyui.models.unet import weigh_keys
 from tome_nodes.merging.plan import Grid, Plan
 from tome_nodes.ops import TORCH
-from tome_nodes.patching.key_weights import Capabilities, KeyWeights, capabilities, way_of
+from tome_nodes.patching.attention_trial import Tried, try_out
+from tome_nodes.patching.key_weights import (
+    Capabilities,
+    KeyWeights,
+    Ways,
+    attend,
+    capabilities,
+    way_of,
+)
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.strategies import make_strategy
 
@@ -54,7 +63,8 @@ FLASH = Capabilities(flash=True)
 def weighed(function, q, k, v, sizes, notes, options=None, capable=OLD, **kwargs):
     """The result of an attention function; what it noted last of its keys is added to ``notes``."""
     told = []
-    weights = KeyWeights(sizes.log().to(q.dtype), TORCH, capable, told.append)
+    ways = Ways(q.device, q.dtype, capable)
+    weights = KeyWeights(sizes.log().to(q.dtype), TORCH, ways, told.append)
     called = weigh_keys({"transformer_options": options or {}}, weights)
     out = function(q, k, v, HEADS, **called, **kwargs)
     notes.append(told[-1])
@@ -101,15 +111,138 @@ def test_the_scale_of_the_caller_is_kept():
     ],
 )
 def test_ways_by_the_channels_of_a_head(channels, with_cudnn, without_cudnn):
-    assert way_of("attention_pytorch", channels, NEW) == with_cudnn
-    assert way_of("attention_pytorch", channels, FLASH) == without_cudnn
-    assert way_of("attention_pytorch", channels, FLASH, may_widen=False) == "mask"
+
+    def best(name, capable, *ways, by_head=False, may_widen=True):
+        return way_of(Tried(name, ways), channels, capable, by_head, may_widen)
+
+    both = "mask", "channels"
+    assert best("attention_pytorch", NEW, *both) == with_cudnn
+    assert best("attention_pytorch", FLASH, *both) == without_cudnn
+    assert best("attention_pytorch", FLASH, *both, by_head=True) == "mask"
+    assert best("attention_pytorch", FLASH, *both, may_widen=False) == "mask"
+    assert best("attention_pytorch", FLASH, "mask") == "mask"
+    assert best("attention_pytorch", OLD, *both) == "mask"
     for capable in (OLD, FLASH, NEW):
-        assert way_of("attention_basic", channels, capable) == "mask"
-        assert way_of("attention_flash", channels, capable) == "channels"
-        assert way_of("attention_xformers", channels, capable, may_widen=False) is None
-        assert way_of("attention_sage", channels, capable) is None
-    assert way_of("attention_pytorch", channels, OLD) == "mask"
+        assert best("attention_basic", capable, *both) == "mask"
+        assert best("attention_flash", capable, "channels", by_head=True) == "channels"
+        assert best("attention_flash", capable, "channels", may_widen=False) is None
+        assert best("attention_sage", capable) is None
+
+
+def right(q, k, v, heads, mask=None, **kwargs):
+    return attention.attention_basic(q, k, v, heads, mask=mask, **kwargs)
+
+
+def takes_no_mask(q, k, v, heads):
+    return right(q, k, v, heads)
+
+
+def ignores_its_mask(q, k, v, heads, mask=None, **kwargs):
+    return right(q, k, v, heads, **kwargs)
+
+
+def subtracts_its_mask(q, k, v, heads, mask=None, **kwargs):
+    return right(q, k, v, heads, mask=None if mask is None else -mask, **kwargs)
+
+
+def has_one_mask_for_all(q, k, v, heads, mask=None, **kwargs):
+    return right(q, k, v, heads, mask=None if mask is None else mask[:1], **kwargs)
+
+
+def fails_with_a_mask(q, k, v, heads, mask=None, **kwargs):
+    if mask is not None:
+        raise SystemError("no kernel for a mask")
+    return right(q, k, v, heads, **kwargs)
+
+
+def knows_one_kind_of_head(q, k, v, heads, mask=None, **kwargs):
+    """It gets no mask right, and heads of 40 or 64 channels only."""
+    assert mask is None and q.shape[2] // heads in (40, 64)
+    return right(q, k, v, heads, **kwargs)
+
+
+def rounds(q, k, v, heads, mask=None, **kwargs):
+    """As an attention of int8 does."""
+    scales = [x.abs().amax((1, 2), keepdim=True) / 127 for x in (q, k)]
+    q, k = ((x / scale).round() * scale for x, scale in zip((q, k), scales, strict=True))
+    return right(q, k, v, heads, mask=mask, **kwargs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("function", "ways"),
+    [
+        *((function, ("mask", "channels")) for function in (right, rounds)),
+        *((function, ("channels",)) for function in (takes_no_mask, ignores_its_mask)),
+        *((function, ("channels",)) for function in (subtracts_its_mask, has_one_mask_for_all)),
+        (fails_with_a_mask, ("channels",)),
+        (knows_one_kind_of_head, ()),
+    ],
+)
+# Names do not count.
+@pytest.mark.parametrize("name", ["attention_pytorch", "attention_of_the_future"])
+def test_the_ways_of_a_function_are_those_that_weigh_keys_rightly(
+    function, ways, name, dtype, monkeypatch
+):
+    monkeypatch.setattr(function, "__name__", name)
+    assert try_out(function, torch.device(DEVICE), dtype) == Tried(name, ways)
+
+
+def on_this_device():
+    return torch.device(DEVICE), torch.float32
+
+
+def test_a_function_is_tried_once_and_one_that_is_faster_unweighed_not_at_all():
+    q, k, v, sizes = tensors(40)
+    masks = []
+
+    def attention_sage(q, k, v, heads, mask=None):
+        masks.append(mask)
+        return right(q, k, v, heads, mask)
+
+    assert try_out(attention_sage, *on_this_device()).ways == () and not masks
+    ways = Ways(*on_this_device(), OLD)
+    unnamed, counts = partial(attention_sage), []
+    for _ in range(3):
+        masks.clear()
+        weights = KeyWeights(sizes.log(), TORCH, ways, lambda _: None)
+        attend(weights, unnamed, None, None, q, k, v, HEADS, {})
+        counts.append(len(masks))
+    assert counts[0] > 1 and counts[1:] == [1, 1]
+
+
+def test_a_trial_leaves_no_trace_in_random_numbers():
+    state = torch.get_rng_state()
+    try_out(right, *on_this_device())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_trial_that_runs_out_of_memory_says_so():
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError("full")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        try_out(full, *on_this_device())
+
+
+@pytest.mark.parametrize("is_prepared", [True, False])
+def test_in_a_compiled_model_a_function_is_not_tried(fresh_compiler, is_prepared):
+    """One that is new there weighs its keys once, and the outcome says why."""
+    q, k, v, sizes = tensors(40)
+    ways, told = Ways(q.device, q.dtype, OLD), []
+    if is_prepared:
+        ways.prepare([right])
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def model(q, k, v, log_sizes):
+        weights = KeyWeights(log_sizes, TORCH, ways, told.append)
+        return attend(weights, right, None, None, q, k, v, HEADS, {})
+
+    actual = model(q, k, v, sizes.log())
+    weighed = attention_to_repeated(q, k, v, sizes).float()
+    expected = weighed if is_prepared else right(q, k, v, HEADS)
+    assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+    assert told[-1] == (None if is_prepared else reasons.UNTRIED)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +286,9 @@ def test_each_way_is_right_in_any_precision_and_layout(channels, key_heads, dtyp
     seen = []
 
     def attention_pytorch(q, k, v, heads, mask=None, **kwargs):
-        seen.append("channels" if mask is None else "mask")
+        # Not in a trial.
+        if q.shape[-2] == 37:
+            seen.append("channels" if mask is None else "mask")
         return attention.attention_pytorch(q, k, v, heads, mask=mask, **kwargs)
 
     by_head = [x.unflatten(2, (-1, channels)).transpose(1, 2).contiguous() for x in (q, k, v)]
@@ -173,18 +308,21 @@ def test_each_way_is_right_in_any_precision_and_layout(channels, key_heads, dtyp
         assert seen == ["channels" if is_widened else "mask", "mask", "mask"]
 
 
-def test_an_unknown_attention_runs_as_it_is():
+def test_an_attention_of_the_future_weighs_keys_in_the_way_that_is_right():
     q, k, v, sizes = tensors(40)
+    expected, notes = attention_to_repeated(q, k, v, sizes), []
+    for function in (right, rounds, ignores_its_mask, fails_with_a_mask):
+        actual = weighed(attention.wrap_attn(function), q, k, v, sizes, notes)
+        assert relative_error(actual.double(), expected) < (0.02 if function is rounds else 1e-5)
+    assert notes == [None] * 4
 
-    @attention.wrap_attn
-    def attention_of_the_future(q, k, v, heads, mask=None, **kwargs):
-        assert mask is None
-        return attention.attention_basic(q, k, v, heads)
 
+def test_an_attention_that_takes_no_weights_runs_as_it_is():
+    q, k, v, sizes = tensors(40)
     notes = []
-    actual = weighed(attention_of_the_future, q, k, v, sizes, notes)
+    actual = weighed(attention.wrap_attn(knows_one_kind_of_head), q, k, v, sizes, notes)
     assert torch.equal(actual, attention.attention_basic(q, k, v, HEADS))
-    assert notes == ["attention_of_the_future takes no weights"]
+    assert notes == ["knows_one_kind_of_head takes no weights"]
 
 
 @pytest.mark.parametrize("function", [attention.attention_pytorch, attention.attention_flash])

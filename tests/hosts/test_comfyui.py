@@ -3,6 +3,7 @@
 import re
 from types import MethodType
 
+import comfy.ldm.modules.attention as host_attention
 import comfy.model_management
 import pytest
 import torch
@@ -188,7 +189,7 @@ def test_torch_compile_keeps_one_whole_graph_over_steps_and_runs(
 def test_a_compiled_model_asks_nothing_of_a_gpu_and_compiles_nothing_later(
     shallow, fresh_compiler, monkeypatch, preset, changes, way, has_cudnn, graphs
 ):
-    """What the device can do is known before, as a question would break the graph.
+    """What the device can do, and its attention, is known before: asking would break the graph.
 
     Compiled whole or block by block, the plain model has one graph, or one for each of 3 blocks.
     """
@@ -204,6 +205,7 @@ def test_a_compiled_model_asks_nothing_of_a_gpu_and_compiles_nothing_later(
     capable = Capabilities(flash=True, cudnn=has_cudnn)
     for module in (engine, key_weights):
         monkeypatch.setattr(module, "capabilities", only_before(lambda *_: capable))
+    monkeypatch.setattr(key_weights, "try_out", only_before(key_weights.try_out))
     cuda = torch.backends.cuda
     for module, name in (
         *((torch.cuda, name) for name in ("get_device_properties", "get_device_capability")),
@@ -225,6 +227,26 @@ def test_a_compiled_model_asks_nothing_of_a_gpu_and_compiles_nothing_later(
     assert relative_error(sample_tiny(model, "sd15", steps, callback=count), expected) < 1e-5
     assert after_steps[-1] == graphs
     assert {*after_steps} == {graphs}
+
+
+@pytest.mark.newest_only
+@pytest.mark.parametrize("preset", ["balanced", "fast"])
+def test_a_compiled_model_weighs_keys_in_an_attention_that_the_pack_does_not_know(
+    shallow, fresh_compiler, monkeypatch, log_messages, preset
+):
+    @host_attention.wrap_attn
+    def attention_of_the_future(q, k, v, heads, mask=None, **kwargs):
+        return host_attention.attention_basic(q, k, v, heads, mask=mask, **kwargs)
+
+    for name in ("optimized_attention", "optimized_attention_masked"):
+        monkeypatch.setattr(host_attention, name, attention_of_the_future)
+    merged = attach(shallow, ToMeConfig(**settings_of(preset, {}) | {"min_tokens": 1}))
+    expected = sample_tiny(merged, "sd15")
+    counter = CompileCounter()
+    actual = sample_tiny(compiled(merged, backend=counter), "sd15")
+    assert relative_error(actual, expected) < 1e-5
+    assert counter.frame_count == 1
+    assert not [line for line in log_messages() if "weigh as one token" in line]
 
 
 @pytest.mark.newest_only

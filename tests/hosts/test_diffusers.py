@@ -52,7 +52,7 @@ import tome_nodes
 from tome_nodes import reasons
 from tome_nodes.merging.plan import Plan
 from tome_nodes.ops import TORCH
-from tome_nodes.patching.key_weights import Capabilities, KeyWeights
+from tome_nodes.patching.key_weights import Capabilities, KeyWeights, Ways
 from tome_nodes.pytorch.diffusers_unets import DiffusersUNets
 from tome_nodes.pytorch.patched_model import Attachment
 from tome_nodes.settings.config import OPTIONS, ToMeConfig
@@ -182,8 +182,9 @@ def test_a_weighed_key_counts_as_often_as_the_tokens_it_stands_for(unet, name):
     attention = blocks_of(unet)[0].attn1
     queries, keys = noise(2, 9, 32), noise(2, 5, 32, seed=2)
     sizes = torch.tensor([3, 1, 4, 1, 2], device=DEVICE)
-    weights = KeyWeights(sizes.log().expand(2, -1), TORCH, Capabilities(), lambda _: None)
-    weighed = DiffusersUNets.record.weigh_keys({}, weights)
+    ways = Ways(keys.device, keys.dtype, Capabilities())
+    weights = KeyWeights(sizes.log().expand(2, -1), TORCH, ways, lambda _: None)
+    weighed = DiffusersUNets.record.weigh_keys({}, weights, None)
     repeated = keys.repeat_interleave(sizes, dim=1)
     expected = attention(queries, encoder_hidden_states=repeated)
     actual = attention(queries, encoder_hidden_states=keys, **weighed)

@@ -6,6 +6,7 @@ The attention of ComfyUI 0.38 is written down as far as it is known; see `CONTRI
 import copy
 import functools
 import inspect
+from contextlib import ExitStack
 
 import comfy.ldm.flux.math
 import comfy.ldm.modules.attention as host_attention
@@ -13,19 +14,26 @@ import pytest
 import torch
 from comfy.ldm.flux.layers import DoubleStreamBlock
 from comfy.ldm.modules.attention import BasicTransformerBlock, CrossAttention, optimized_attention
+from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from comfy.ldm.wan.model import WanSelfAttention
 from comfy.model_base import BaseModel
 from comfy.model_patcher import ModelPatcher
 from comfy.model_sampling import ModelSamplingDiscrete
+from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrappers
 from comfy.samplers import CFGGuider
 from common import relative_error
 from host import OVERRIDE, keys_only, merging, overridden, shuffle_error, with_override
-from models.comfyui import TINY, sample
+from host import sample as sample_unet
+from models.comfyui import TINY, UNETS, sample
 from torch import nn
 
 from tome_nodes.comfyui import host_checks
+from tome_nodes.comfyui import models as records
 from tome_nodes.comfyui.attachment import attach, is_attached
 from tome_nodes.comfyui.models import record_of
+from tome_nodes.comfyui.models.unet import UNET, ComfyUNet
+from tome_nodes.settings.config import ToMeConfig
+from tome_nodes.settings.presets import settings_of
 
 
 def renamed(function, *names):
@@ -89,6 +97,77 @@ def test_a_part_that_is_gone(models, log_messages, monkeypatch, kind, owner, par
     check_unpatched(model, log_messages, part)
 
 
+def with_one_more(method, given):
+    """A method of a later ComfyUI, which takes one argument more; ``given`` are its values."""
+
+    def later(*args, pe=None, **kwargs):
+        given.append(pe)
+        return method(*args, **kwargs)
+
+    return later
+
+
+@pytest.mark.parametrize("kind", [BasicTransformerBlock, CrossAttention])
+@pytest.mark.parametrize(
+    "settings", [{}, {"attn_tokens": "k,v", "grows": True}, {"scope": "stack"}], ids=str
+)
+@pytest.mark.parametrize("is_patched", [False, True])
+def test_an_argument_that_a_later_block_takes_besides_gets_to_it(
+    sd15, monkeypatch, kind, settings, is_patched
+):
+    model = sd15.clone()
+    if is_patched:
+        # In the middle only, but then each block is asked whether it is.
+        patch = {"attn1": {("middle", 0): lambda n, context, value, extra: n}}
+        model.model_options["transformer_options"]["patches_replace"] = patch
+    patched = attach(model, merging(**settings))
+    expected, given = sample_unet(patched, steps=1), []
+
+    def hook(module, args, kwargs):
+        return args, kwargs | {"pe": "there"}
+
+    monkeypatch.setattr(kind, "forward", with_one_more(kind.forward, given))
+    with ExitStack() as hooks:
+        for module in model.model.diffusion_model.modules():
+            if isinstance(module, kind):
+                hooks.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
+        assert torch.equal(sample_unet(patched, steps=1), expected)
+    assert set(given) == {"there"}
+
+
+def test_an_argument_that_a_later_model_takes_besides_gets_to_it(sd15, monkeypatch):
+    patched = attach(sd15, merging())
+    expected, given = sample_unet(patched, steps=1), []
+
+    def apply_model(self, x, t, c_concat, c_crossattn, control, transformer_options, later):
+        given.append(later)
+        return self._apply_model(x, t, c_concat, c_crossattn, control, transformer_options)
+
+    def execute(self, x, t, c_crossattn, transformer_options):
+        wrappers = get_all_wrappers(WrappersMP.APPLY_MODEL, transformer_options)
+        executor = WrapperExecutor.new_class_executor(
+            functools.partial(apply_model, self), self, wrappers
+        )
+        return executor.execute(x, t, None, c_crossattn, None, transformer_options, "there")
+
+    execute.__signature__ = inspect.signature(BaseModel.apply_model)
+    monkeypatch.setattr(BaseModel, "apply_model", execute)
+    assert torch.equal(sample_unet(patched, steps=1), expected)
+    assert set(given) == {"there"}
+
+
+def test_a_unet_of_another_record_merges_under_each_preset(sd15, monkeypatch, log_messages):
+    class LaterUNet(ComfyUNet):
+        def matches(self, model):
+            return isinstance(model, UNetModel)
+
+    monkeypatch.setattr(ComfyUNet, "matches", lambda self, model: False)
+    monkeypatch.setattr(records, "RECORDS", (*records.RECORDS, LaterUNet(**vars(UNET))))
+    config = ToMeConfig(**settings_of("balanced", {}) | {"min_tokens": 1})
+    sample_unet(attach(sd15, config), steps=1)
+    assert log_messages()[-1].startswith("[ToMe] merged 6/6 blocks ")
+
+
 class Container:
     """Holds a tensor until somebody takes it, as of ComfyUI 0.38."""
 
@@ -101,23 +180,44 @@ class Container:
 
 
 def tensor_of(x):
-    return x.take() if isinstance(x, Container) else x
+    return x if isinstance(x, torch.Tensor) else x.take()
 
 
 def attention_of_038(takes_for_overrides):
-    """The attention of the host as of 0.38, called with containers, as overrides may be."""
+    """The attention of the host as of 0.38, called with containers, as overrides may be.
+
+    It calls an override; else what is stored with the weights; else its own function.
+    """
     function = host_attention.attention_pytorch.__wrapped__
 
     def attention(q, k, v, heads, mask=None, preferred_attention=None, **kwargs):
         override = (kwargs.get("transformer_options") or {}).get(OVERRIDE)
-        q, k, v = map(tensor_of, (q, k, v))
+        kwargs["_inside_attn_wrapper"] = True
         if override is None:
-            return function(q, k, v, heads, mask=mask, **kwargs)
+            call = getattr(preferred_attention, "function", None)
+            if call is None:
+                call, (q, k, v) = function, map(tensor_of, (q, k, v))
+            return call(q, k, v, heads, mask=mask, **kwargs)
+        q, k, v = map(tensor_of, (q, k, v))
         if not takes_for_overrides:
             q, k, v = map(Container, (q, k, v))
         return override(function, q, k, v, heads, mask=mask, **kwargs)
 
     return attention
+
+
+def cross_attention_of_038(self, x, context=None, value=None, mask=None, transformer_options=None):
+    """The forward of a UNet's attentions as of 0.38."""
+    context = x if context is None else context
+    sources = self.to_q(x), self.to_k(context), self.to_v(context if value is None else value)
+    out = host_attention.optimized_attention(
+        *map(Container, sources),
+        self.heads,
+        mask=mask,
+        preferred_attention=getattr(self, "comfy_attention", None),
+        transformer_options=transformer_options,
+    )
+    return self.to_out(out)
 
 
 @pytest.fixture
@@ -126,10 +226,11 @@ def host_038(monkeypatch):
         attention = attention_of_038(takes_for_overrides)
 
         def called(q, k, v, *args, **kwargs):
-            contained = map(Container, (q, k, v))
-            return attention(*contained, *args, preferred_attention="any", **kwargs)
+            contained = (Container(tensor_of(x)) for x in (q, k, v))
+            return attention(*contained, *args, **kwargs | {"preferred_attention": None})
 
-        monkeypatch.setattr(host_attention, "optimized_attention", attention)
+        for name in ("optimized_attention", "optimized_attention_masked"):
+            monkeypatch.setattr(host_attention, name, attention)
         monkeypatch.setattr(comfy.ldm.flux.math, "optimized_attention", called)
 
     return install
@@ -164,11 +265,11 @@ class StoredAttention(nn.Module):
         self.keys = []
 
     def function(self, q, k, v, heads, mask=None, **kwargs):
-        self.keys.append(k.shape[-2])
+        q, k, v = map(tensor_of, (q, k, v))
+        # Not in a trial.
+        if "transformer_options" in kwargs:
+            self.keys.append(k.shape[-2])
         return optimized_attention(q, k, v, heads, mask=mask, **kwargs)
-
-    # How the pack knows it.
-    function.__name__ = "attention_comfy_kitchen_int8"
 
 
 @pytest.mark.parametrize("kind", ["minimax_h3", "krea2", "wan21"])
@@ -187,6 +288,35 @@ def test_an_attention_that_is_stored_with_the_weights_gets_the_merged_keys(
     picture = 80 * (tiny.frames or 1)
     assert stored.keys
     assert all(keys < tiny.before + picture for keys in stored.keys)
+    assert "weigh as one token" not in log_messages()[-1]
+
+
+@pytest.mark.parametrize("are_all_stored", [True, False])
+@pytest.mark.parametrize(
+    "settings", [{}, {"attn_tokens": "k,v", "grows": True}, {"scope": "stack"}], ids=str
+)
+def test_an_attention_that_is_stored_with_a_unet_is_called_as_often_as_without_us(
+    models, host_038, settings, are_all_stored, log_messages, monkeypatch
+):
+    """Also if another one, or none, is stored with other attentions of a stack."""
+    model, size = models("sdxl"), (24, 32)
+    host_038(takes_for_overrides=True)
+    monkeypatch.setattr(CrossAttention, "forward", cross_attention_of_038)
+    patched = attach(model, merging(strategy="window", max_downsample=4, **settings))
+
+    def run(model):
+        return sample(model, UNETS["sdxl"], size, steps=2)
+
+    expected = run(patched)
+    stored = StoredAttention()
+    for name, module in model.model.diffusion_model.named_modules():
+        if isinstance(module, CrossAttention) and (are_all_stored or ".0.attn1" in name):
+            monkeypatch.setattr(module, "comfy_attention", stored, raising=False)
+    run(model)
+    without, stored.keys = stored.keys, []
+    assert without
+    assert relative_error(run(patched), expected) < 1e-5
+    assert len(stored.keys) == len(without) and sum(stored.keys) < sum(without)
     assert "weigh as one token" not in log_messages()[-1]
 
 

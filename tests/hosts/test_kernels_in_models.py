@@ -19,7 +19,7 @@ from tome_nodes.ops import triton as kernels
 from tome_nodes.ops.triton import launching
 from tome_nodes.ops.triton import merging as merging_kernels
 from tome_nodes.ops.triton.merging import merge_kernel
-from tome_nodes.patching.key_weights import Capabilities, KeyWeights
+from tome_nodes.patching.key_weights import Capabilities, KeyWeights, Ways
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.presets import PRESETS, settings_of
 
@@ -68,7 +68,9 @@ def test_weighed_attention_launches_two_more_kernels():
 
     q, k, v = (torch.randn(1, tokens, 80, device=DEVICE) for tokens in (16, 8, 8))
     sizes = torch.zeros(1, 8, device=DEVICE)
-    weights = KeyWeights(sizes, kernels.TRITON, Capabilities(), lambda _: None)
+    ways = Ways(q.device, q.dtype, Capabilities())
+    ways.prepare([attention_flash.__wrapped__])
+    weights = KeyWeights(sizes, kernels.TRITON, ways, lambda _: None)
     counts = []
     for more in ({}, weigh_keys({}, weights)):
         with launches() as counter:

@@ -5,10 +5,8 @@ unpatched.
 """
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from comfy.ldm.modules import attention
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
@@ -16,7 +14,7 @@ from comfy.samplers import CFGGuider
 from comfyui_version import __version__
 from torch import Tensor
 
-from .models.base import OVERRIDE, ComfyRecord
+from .models.base import ComfyRecord, handed
 
 _WRAPPERS = ("add_wrapper_with_key", "remove_wrappers_with_key", "get_wrappers")
 _APPLY_MODEL = ("x", "t", "c_concat", "c_crossattn", "control", "transformer_options")
@@ -75,20 +73,8 @@ def begins_with(kind: type, method: str, *names: str) -> bool:
 
 def _attention_calls_overrides() -> bool:
     """Whether attention calls an override in the transformer options, and with plain tensors."""
-    x = torch.zeros(1, 2, 8)
-    were_tensors: list[bool] = []
-
-    def override(
-        func: Callable[..., Tensor], q: Any, k: Any, v: Any, heads: Any, **kwargs: Any
-    ) -> Tensor:
-        were_tensors.append(
-            callable(func) and heads == 1 and all(isinstance(value, Tensor) for value in (q, k, v))
-        )
-        return x
-
-    try:
-        attention.optimized_attention(x, x, x, 1, transformer_options={OVERRIDE: override})
-    except Exception:
-        # An error of any kind means that attention has changed.
+    call = handed(attention.optimized_attention)
+    if call is None:
         return False
-    return were_tensors == [True]
+    function, *tensors, heads = call
+    return callable(function) and heads == 1 and all(isinstance(x, Tensor) for x in tensors)

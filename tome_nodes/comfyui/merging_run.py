@@ -48,6 +48,7 @@ def apply_model(
     c_crossattn: Tensor | None = None,
     control: Any = None,
     transformer_options: dict[str, Any] | None = None,
+    *args: Any,
     **kwargs: Any,
 ) -> Tensor:
     """Wrap one model evaluation."""
@@ -57,7 +58,7 @@ def apply_model(
 
     def denoise() -> Tensor:
         # A copy, since a stack that raises leaves its override of attention in it.
-        return executor(x, t, c_concat, c_crossattn, control, {**options}, **kwargs)
+        return executor(x, t, c_concat, c_crossattn, control, {**options}, *args, **kwargs)
 
     if run is None:
         return denoise()

@@ -16,6 +16,7 @@ from .. import reasons
 from ..merging.plan import Grid, Plan
 from ..settings.config import ToMeConfig
 from ..strategies.cells import LARGE, LEAST, share_of
+from .attention_trial import Attention
 from .engine import Engine
 from .key_weights import KeyWeights
 from .overrides import Forward, Override, Overrides
@@ -203,6 +204,10 @@ class ModelRecord(Protocol):
     def work(self, model: "PatchedModel") -> Work | None:
         """What an evaluation of a model costs; None if that is not known."""
 
+    def attentions(self) -> Iterable[Attention]:
+        """The attention functions that the host now calls for models; empty if it has its own way
+        to weigh keys."""
+
 
 class PatchedModel:
     """The blocks of one model, and its current evaluation.
@@ -270,6 +275,11 @@ class PatchedModel:
         if latent not in self._saved_by_preset:
             self._saved_by_preset[latent] = self.saved(latent) if self.config.grows else None
         return self._saved_by_preset[latent]
+
+    def attentions(self) -> set[Attention]:
+        """The attention functions that its blocks will call, as far as the host tells."""
+        stored = (block.stored for block in self.blocks)
+        return {*self.record.attentions(), *(each for each in stored if each is not None)}
 
     @cached_property
     def _work(self) -> Work | None:
@@ -394,6 +404,12 @@ class Block:
         assert evaluation is not None
         return evaluation
 
+    @cached_property
+    def stored(self) -> Attention | None:
+        """The attention function that is stored with its self-attention, which the host calls
+        unless something replaces it; None if none is."""
+        return None
+
     def note_unweighted(self, reason: str | None) -> None:
         """Note why a merged key weighs only as much as one token; None if it weighs more."""
         self.outcome.unweighted_reason = reason
@@ -412,7 +428,7 @@ class Block:
         evaluation = self.model.evaluation
         assert evaluation is not None
         engine, sizes = evaluation.engine, log_sizes.to(like.dtype)
-        return KeyWeights(sizes, engine.strategy.ops, engine.capable, self.note_unweighted)
+        return KeyWeights(sizes, engine.strategy.ops, engine.ways, self.note_unweighted)
 
     def is_large_enough(self, grid: Grid) -> bool:
         """Whether a grid has enough tokens to merge; if not, the reason is noted."""

@@ -10,7 +10,7 @@ from ..merging.plan import Grid
 from ..ops import Operations, operations, resolve
 from ..settings.config import ToMeConfig
 from ..strategies.strategy import Strategy
-from .key_weights import Capabilities, capabilities
+from .key_weights import Ways, capabilities
 
 MakeStrategy = Callable[[ToMeConfig, Operations], Strategy]
 """Makes the strategy for given settings and operations."""
@@ -24,14 +24,14 @@ class Engine:
         strategy: groups the tokens.
         why_torch: why the backend is torch where Triton could be expected; else None.
         error: the error of the device if it cannot merge at all; else None.
-        capable: which of PyTorch's attentions run on the device. Blocks read it here, since asking
+        ways: which ways attention functions take on the device. Blocks read it here, since asking
             the device would break the graph of a compiled model.
     """
 
     strategy: Strategy
     why_torch: str | None
     error: str | None
-    capable: Capabilities
+    ways: Ways
 
     @property
     def backend(self) -> str:
@@ -77,7 +77,8 @@ def make_engine(
         backend, why_torch = "torch", error
         error = missing_operation(grouping, make_strategy, backend, device, dtype)
     strategy = make_strategy(config, operations(backend))
-    return Engine(strategy, why_torch, error, capabilities(device, dtype))
+    ways = Ways(device, dtype, capabilities(device, dtype))
+    return Engine(strategy, why_torch, error, ways)
 
 
 @lru_cache(maxsize=64)

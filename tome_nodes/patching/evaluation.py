@@ -179,7 +179,10 @@ class Run:
         # Kernels give no gradients.
         place = device, dtype, torch.is_grad_enabled()
         if place not in self._engines:
-            self._engines[place] = make_engine(self._config, self._make_strategy, device, dtype)
+            engine = make_engine(self._config, self._make_strategy, device, dtype)
+            if self._config.proportional_attn:
+                engine.ways.prepare(self.model.attentions())
+            self._engines[place] = engine
         return self._engines[place]
 
 

@@ -2,14 +2,14 @@
 
 If a merged key stands for n equal keys, adding log n to its logits gives the same softmax as the n
 keys would. These logarithms, called *sizes* here, are added by a mask, or by extra channels in
-queries and keys. Which of the two is used depends on the function, the channels of a head and
-the device, all known before the model runs.
+queries and keys. Which of the two is used depends on the function, which is tried first, the
+channels of a head and the device, all known before the model runs.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,24 +17,10 @@ from torch import Tensor
 from .. import reasons
 from ..ops import Operations
 from ..ops.reference import EXTRA_CHANNELS
-
-Attention = Callable[..., Tensor]
-
-Way = Literal["mask", "channels"]
-"""How an attention function gets the sizes."""
+from .attention_trial import Attention, Tried, Way, in_channels, try_out
 
 # PyTorch's attention, as ComfyUI calls it.
 _PYTORCH = "attention_pytorch"
-
-# Attention functions of ComfyUI that add a mask at little cost.
-_TAKE_MASK = frozenset(
-    {
-        *(_PYTORCH, "attention_basic", "attention_comfy_kitchen_int8"),
-        *("attention_split", "attention_sub_quad"),
-    }
-)
-# Those that take no mask, or are slow with one; they get extra channels.
-_TAKE_CHANNELS = frozenset({"attention_flash", "attention_xformers"})
 
 # The channels of a head for which PyTorch's flash attention has kernels; it pads others to these.
 _FLASH_HEADS = (32, 64, 96, 128, 192, 256)
@@ -81,10 +67,36 @@ def capabilities(device: torch.device, dtype: torch.dtype) -> Capabilities:
     )
 
 
+@dataclass(eq=False)
+class Ways:
+    """Which ways attention functions take on one device in one dtype.
+
+    Attributes:
+        device: the device.
+        dtype: the dtype.
+        capable: what the device runs.
+        known: what trying functions has shown.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    capable: Capabilities
+    known: dict[Attention, Tried] = field(default_factory=dict)
+
+    def prepare(self, functions: Iterable[Attention]) -> None:
+        """Try functions before a model runs; where it is compiled, none can be tried.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no room for tiny tensors.
+        """
+        for function in functions:
+            self.known[function] = try_out(function, self.device, self.dtype)
+
+
 def way_of(
-    function: str, head_channels: int, capable: Capabilities, may_widen: bool = True
+    tried: Tried, head_channels: int, capable: Capabilities, by_head: bool, may_widen: bool = True
 ) -> Way | None:
-    """How an attention function gets the sizes; None if it cannot.
+    """The fastest way for an attention function; None if there is none.
 
     In PyTorch's attention, a mask rules out flash attention. The call then goes to cuDNN, which was
     faster with a mask than flash with extra channels wherever both were timed, or to a kernel that
@@ -92,18 +104,21 @@ def way_of(
     flash: from 64 to 96 channels, half as much again.
 
     Args:
-        function: name of the attention function.
+        tried: what trying the function has shown.
         head_channels: the number of channels of a head.
         capable: what the device runs.
+        by_head: whether queries and keys come by head, so that extra channels need a copy.
         may_widen: whether queries and keys can get extra channels.
     """
-    if function in _TAKE_CHANNELS:
-        return "channels" if may_widen else None
-    if function not in _TAKE_MASK:
-        return None
     uses_cudnn = capable.cudnn and head_channels <= _MOST_WITH_CUDNN
-    is_slow = function == _PYTORCH and capable.flash and not uses_cudnn
-    return "channels" if is_slow and may_widen and head_channels in _HEADS_WITH_ROOM else "mask"
+    is_slow = tried.name == _PYTORCH and capable.flash and not (uses_cudnn or by_head)
+    ways = tried.ways
+    if is_slow and head_channels in _HEADS_WITH_ROOM:
+        ways = ways[::-1]
+    for way in ways:
+        if way == "mask" or may_widen:
+            return way
+    return None
 
 
 @dataclass(eq=False)
@@ -113,19 +128,19 @@ class KeyWeights:
     Attributes:
         sizes: ``[batch, keys]`` in the dtype of the keys, to add to their logits.
         ops: the operations that add extra channels.
-        capable: what the device runs.
+        ways: which ways attention functions take on the device.
         note: called with the reason why the keys weigh as one token each, or with None if they do
             not.
         mask: the sizes as a mask, once it was needed.
-        masked: the attention function that got this mask.
+        masked: the attention functions that take this mask.
     """
 
     sizes: Tensor
     ops: Operations
-    capable: Capabilities
+    ways: Ways
     note: Callable[[str | None], None]
     mask: Tensor | None = None
-    masked: Attention | None = None
+    masked: set[Attention] = field(default_factory=set)
 
 
 def fits(weights: KeyWeights, k: Any) -> bool:
@@ -169,7 +184,7 @@ def attend(
     if weights is None:
         call = func if theirs is None else partial(theirs, func)
         return call(q, k, v, heads, mask=bias, **kwargs)
-    if bias is None and theirs is None and func is weights.masked:
+    if bias is None and theirs is None and func in weights.masked:
         return func(q, k, v, heads, mask=weights.mask, **kwargs)
     weights.note(None)
     if theirs is None:
@@ -205,53 +220,29 @@ def weighed(
 
     ``bias`` is the mask without the sizes, and ``mask`` the one with them if it is there already.
     """
-    name = getattr(func, "__name__", "an unknown attention function")
     by_head = bool(kwargs.get("skip_reshape"))
     head_channels = q.shape[-1] if by_head else q.shape[-1] // heads
-    # Extra channels need as many heads in keys as in queries, and a copy of tensors by head.
+    # Extra channels need as many heads in keys as in queries.
     same_heads = q.shape[1] == k.shape[1] if by_head else q.shape[2] == k.shape[2]
-    may_widen = bias is None and same_heads and not (by_head and name in _TAKE_MASK)
-    way = way_of(name, head_channels, weights.capable, may_widen)
+    may_widen = bias is None and same_heads
+    ways = weights.ways
+    if func not in ways.known and not torch.compiler.is_compiling():
+        ways.prepare([func])
+    if func not in ways.known:
+        weights.note(reasons.UNTRIED)
+        return func(q, k, v, heads, mask=bias, **kwargs)
+    tried = ways.known[func]
+    way = way_of(tried, head_channels, ways.capable, by_head, may_widen)
     if way == "channels":
-        return _in_channels(weights, func, q, k, v, heads, **kwargs)
+        return in_channels(func, weights.ops.widen, weights.sizes, q, k, v, heads, **kwargs)
     if way is None:
-        weights.note(f"{name} takes no weights")
+        weights.note(reasons.takes_no_weights(tried.name))
         return func(q, k, v, heads, mask=bias, **kwargs)
     if mask is None:
         mask = _mask(weights, bias)
         if bias is None:
-            weights.masked = func
+            weights.masked.add(func)
     return func(q, k, v, heads, mask=mask, **kwargs)
-
-
-def _in_channels(
-    weights: KeyWeights,
-    func: Attention,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    heads: int,
-    skip_reshape: bool = False,
-    skip_output_reshape: bool = False,
-    **kwargs: Any,
-) -> Tensor:
-    """Attention whose logits get the sizes from extra channels in queries and keys.
-
-    ``func`` divides the logits by the root of the channels of a head, which are now more. Queries
-    are scaled to make up for that.
-    """
-    q, k, v = (flat(x, skip_reshape) for x in (q, k, v))
-    channels = q.shape[2] // heads
-    wider = channels + EXTRA_CHANNELS
-    if kwargs.get("scale") is not None:
-        scale, constant = 1.0, 1 / kwargs["scale"]
-    else:
-        kwargs.pop("scale", None)
-        scale, constant = (wider / channels) ** 0.5, wider**0.5
-    q, k, v = weights.ops.widen(q, k, v, weights.sizes, heads, scale, constant)
-    out = func(q, k, v, heads, **kwargs)
-    out = out.reshape(*out.shape[:2], heads, wider).narrow(3, 0, channels)
-    return out.transpose(1, 2) if skip_output_reshape else out.flatten(2)
 
 
 def _mask(weights: KeyWeights, bias: Tensor | None) -> Tensor:
@@ -259,11 +250,3 @@ def _mask(weights: KeyWeights, bias: Tensor | None) -> Tensor:
     if weights.mask is None:
         weights.mask = weights.sizes[:, None, None]
     return weights.mask if bias is None else bias + weights.mask.to(bias.dtype)
-
-
-def flat(x: Tensor, by_head: bool) -> Tensor:
-    """``x`` as ``[batch, tokens, heads * channels]``, from any layout of a host."""
-    if by_head:
-        x = x.transpose(1, 2)
-    # Values may be [batch, tokens, heads, channels] although queries and keys are flat.
-    return x if x.ndim == 3 else x.flatten(2)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,12 +11,15 @@ from .. import reasons
 from ..merging.plan import Grid, Plan
 from ..settings.config import ToMeConfig
 from ..strategies.cells import growth_of
+from .attention_trial import Attention
 from .blocks import Block, Evaluation, Outcome, PatchedModel, Stack, StackWeights
 from .key_weights import KeyWeights
 from .overrides import Forward, Override
 from .work import Layer, Work, block_work, has_projections
 
 Shape = Sequence[int]
+
+WeighKeys = Callable[[dict[str, Any], KeyWeights, Attention | None], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -35,14 +39,16 @@ class UNetRecord:
         source: the keyword argument of an attention for the source of keys and values; empty if
             the attention takes ``context`` and ``value``.
         weigh_keys: returns the keyword arguments with which a self-attention weighs its keys;
-            called with its keyword arguments and the weights. None if the host has no way to do
-            that.
+            called with its keyword arguments, the weights and what ``stored`` returned. None if
+            the host has no way to do that.
         weigh_stack: makes what weighs the keys of all self-attentions of a stack, whose first
-            block and last are then the only ones that are overridden. None if the host has no way
-            to do that.
+            block and last are then the only ones that are overridden; it returns None for a stack
+            for which it cannot. None if the host has no way to do that.
         shapes: returns the shapes of the feature map and of the latent, where the host passes them
             on; called with the block's arguments after the tokens. None if a stack is called with
             its feature map instead.
+        stored: returns the attention function that is stored with an attention, None if none is.
+        attentions: see :meth:`tome_nodes.patching.blocks.ModelRecord.attentions`.
     """
 
     layers: Callable[[Any], Iterable[Layer]]
@@ -51,9 +57,11 @@ class UNetRecord:
     needs_all_tokens: Callable[..., bool]
     masks: tuple[str, ...]
     source: str = ""
-    weigh_keys: Callable[[dict[str, Any], KeyWeights], dict[str, Any]] | None = None
+    weigh_keys: WeighKeys | None = None
     shapes: Callable[..., tuple[Shape | None, Shape | None]] | None = None
-    weigh_stack: Callable[[], StackWeights] | None = None
+    weigh_stack: Callable[[Stack], StackWeights | None] | None = None
+    stored: Callable[[nn.Module], Attention | None] = lambda attention: None
+    attentions: Callable[[], Iterable[Attention]] = tuple
 
     def stacks(self, model: Any) -> Iterator[Stack]:
         """The stacks of a model, in the order in which they run."""
@@ -96,9 +104,17 @@ class ModuleBlock(Block):
         self.has_plan_of_stack = not stack.is_of_video and (
             model.config.scope == "stack" or self.merges_only_keys
         )
-        self._weighs = None if record.weigh_stack is None else record.weigh_stack()
         self._growth = growth_of(model.config, in_stacks=False)
         self._growth_in_stacks = growth_of(model.config, in_stacks=True)
+
+    @cached_property
+    def stored(self) -> Attention | None:
+        return self.record.stored(self.module.attn1)
+
+    @cached_property
+    def _weighs(self) -> StackWeights | None:
+        """What weighs the keys of its stack at once; None if each block has to."""
+        return None if self.record.weigh_stack is None else self.record.weigh_stack(self.stack)
 
     def forget(self) -> None:
         self.outcome = Outcome(self.name)
@@ -400,7 +416,7 @@ class ModuleBlock(Block):
         if self.record.weigh_keys is None:
             weights.note(reasons.NO_WEIGHTS)
             return kwargs
-        return self.record.weigh_keys(kwargs, weights)
+        return self.record.weigh_keys(kwargs, weights, self.stored)
 
     def _takes(self, plan: Plan, x: Tensor, kwargs: dict[str, Any]) -> bool:
         """Whether a module can run on ``x`` merged by the plan; noted in the outcome."""

@@ -8,6 +8,7 @@ from diffusers import Transformer2DModel, UNet2DConditionModel
 from torch import nn
 
 from .. import reasons
+from ..patching.attention_trial import Attention
 from ..patching.blocks import uncompiled
 from ..patching.key_weights import KeyWeights
 from ..patching.merge_modules import UNetRecord, is_masked
@@ -41,7 +42,9 @@ def _needs_all_tokens(block: Any, index: int, *args: Any, **kwargs: Any) -> bool
     return is_chunked or is_masked(kwargs, _MASKS) or is_masked(of_attention, _MASKS)
 
 
-def _weigh_keys(kwargs: dict[str, Any], weights: KeyWeights) -> dict[str, Any]:
+def _weigh_keys(
+    kwargs: dict[str, Any], weights: KeyWeights, stored: Attention | None = None
+) -> dict[str, Any]:
     return kwargs | {"attention_mask": weights.sizes[:, None]}
 
 

@@ -11,8 +11,9 @@ RECORDS: tuple[ComfyRecord, ...] = (UNET, *TRANSFORMERS)
 
 
 def is_unet(model: nn.Module) -> bool:
-    """Whether a diffusion model is a UNet, which merges tokens under every preset."""
-    return UNET.matches(model)
+    """Whether a diffusion model is a UNet, in which tokens merge under every preset."""
+    record = _known_record(model)
+    return record is not None and record.is_unet
 
 
 def check_forecasts(model: nn.Module) -> None:
@@ -33,7 +34,7 @@ def record_of(model: nn.Module) -> ComfyRecord:
         ValueError: there is none, or the model has no blocks. The message names its class.
     """
     name = type(model).__name__
-    record = next((record for record in RECORDS if record.matches(model)), None)
+    record = _known_record(model)
     if record is None:
         check_forecasts(model)
         raise ValueError(
@@ -43,3 +44,7 @@ def record_of(model: nn.Module) -> ComfyRecord:
     if not any(stack.blocks for stack in record.stacks(model)):
         raise ValueError(f"this {name} has no transformer blocks to merge in; leave the node out")
     return record
+
+
+def _known_record(model: nn.Module) -> ComfyRecord | None:
+    return next((record for record in RECORDS if record.matches(model)), None)

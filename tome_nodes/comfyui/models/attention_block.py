@@ -6,19 +6,20 @@ about a block is where the picture is in its sequence. Other tokens, such as tex
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ... import reasons
 from ...merging.plan import Plan
+from ...patching.attention_trial import Attention, flat
 from ...patching.blocks import Block, PatchedModel, Stack
-from ...patching.key_weights import Attention, attend, flat
+from ...patching.key_weights import attend
 from ...patching.overrides import Forward, Override
-from .base import OVERRIDE
+from .base import OVERRIDE, stored_attention
 
 StartOf = Callable[[int, dict[str, Any]], int | None]
 """Where the picture begins in a sequence, given its number of tokens and the transformer options;
@@ -36,12 +37,22 @@ class AttentionBlock(Block):
         self._start_of = start_of
         super().__init__(model, stack, index)
 
+    @property
+    def _attends(self) -> Any:
+        return getattr(self.module, self._attention) if self._attention else self.module
+
+    @cached_property
+    def stored(self) -> Attention | None:
+        # A block may call attention in another of its parts.
+        all_stored = map(stored_attention, self._attends.modules())
+        return next((stored for stored in all_stored if stored is not None), None)
+
     def overrides(self) -> list[Override]:
         block = self.module
         if not self.model.config.merge_attn:
             return [(block, "forward", self._run_block(block.forward))]
-        attention = getattr(block, self._attention) if self._attention else block
-        attends = self._run_attention(attention.forward, _stored_attention(attention))
+        attention = self._attends
+        attends = self._run_attention(attention.forward, self.stored)
         if attention is block:
             return [(block, "forward", self.timed(self._run_block(attends)))]
         return [
@@ -178,20 +189,8 @@ class Part:
         return merged.unflatten(1, bias.shape[1:3])
 
 
-def _stored_attention(attention: nn.Module) -> Attention | None:
-    """The attention function that is stored with the weights of an attention module, if any.
-
-    From version 0.38 on, ComfyUI calls it instead of its own attention if there is no override.
-    """
-    for module in attention.modules():
-        stored = getattr(module, "comfy_attention", None)
-        if stored is not None:
-            return getattr(stored, "function", None)
-    return None
-
-
 def _like(merged: Tensor, x: Tensor, by_head: bool) -> Tensor:
-    """``merged`` in the layout of ``x``: undoes :func:`tome_nodes.patching.key_weights.flat`."""
+    """``merged`` in the layout of ``x``: undoes :func:`...patching.attention_trial.flat`."""
     return merged.unflatten(2, (x.shape[1], -1)).transpose(1, 2) if by_head else merged
 
 

@@ -2,11 +2,14 @@
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from torch import nn
+import torch
+from comfy.ldm.modules import attention
+from torch import Tensor, nn
 
 from ...merging.plan import Grid
+from ...patching.attention_trial import Attention
 from ...patching.blocks import ModelRecord
 from ...settings.config import ToMeConfig
 
@@ -16,6 +19,10 @@ OVERRIDE = "optimized_attention_override"
 
 class ComfyRecord(ModelRecord, Protocol):
     """What is known about ComfyUI's models of one kind."""
+
+    @property
+    def is_unet(self) -> bool:
+        """Whether the models are UNets, in which tokens merge under every preset."""
 
     def matches(self, model: nn.Module) -> bool:
         """Whether a model is of this kind."""
@@ -55,3 +62,47 @@ def takes(module: nn.Module, *names: str) -> bool:
 def class_name(model: nn.Module) -> str:
     """The full name of a model's class."""
     return f"{type(model).__module__}.{type(model).__qualname__}"
+
+
+class Handed(NamedTuple):
+    """What ComfyUI's attention hands to an override first."""
+
+    function: Any
+    q: Any
+    k: Any
+    v: Any
+    heads: Any
+
+
+def handed(called: Attention) -> Handed | None:
+    """What an attention of ComfyUI hands to an override; None if it calls none.
+
+    It is called with tiny tensors.
+    """
+    x, seen = torch.zeros(1, 2, 8), []
+
+    def override(*args: Any, **kwargs: Any) -> Tensor:
+        seen.append(Handed(*args[:5]))
+        return x
+
+    try:
+        called(x, x, x, 1, transformer_options={OVERRIDE: override})
+    except Exception:
+        # An error of any kind means that attention has changed.
+        return None
+    return seen[0] if len(seen) == 1 else None
+
+
+def host_attentions() -> set[Attention]:
+    """The functions that ComfyUI's attention hands to overrides."""
+    all_handed = map(handed, (attention.optimized_attention, attention.optimized_attention_masked))
+    return {each.function for each in all_handed if each is not None}
+
+
+def stored_attention(module: nn.Module) -> Attention | None:
+    """The attention function that is stored with the weights of an attention module, if any.
+
+    From version 0.38 on, ComfyUI calls it instead of its own attention if there is no override.
+    """
+    stored = getattr(module, "comfy_attention", None)
+    return getattr(stored, "function", None)

@@ -6,16 +6,17 @@ Keys and values merge where a block calls self-attention, so little else has to 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import nn
 
 from ... import reasons
 from ...merging.plan import Grid
+from ...patching.attention_trial import Attention
 from ...patching.blocks import PatchedModel, Stack, uncompiled
 from ...settings.config import ToMeConfig
 from .attention_block import AttentionBlock
-from .base import class_name, takes
+from .base import class_name, host_attentions, takes
 
 _REFERENCES = ("ref_latents", "ref_latent", "image_cond")
 """Conditions that are pictures in the sequence, before or after the one that is sampled."""
@@ -42,6 +43,7 @@ class Transformer:
     attention: str = ""
     place: Literal["all", "start", "end"]
     patch: Callable[[Any], Any] = lambda model: model.patch_size
+    is_unet: ClassVar[bool] = False
 
     def matches(self, model: nn.Module) -> bool:
         return class_name(model) in {f"comfy.ldm.{name}" for name in self.classes}
@@ -59,6 +61,10 @@ class Transformer:
 
     def work(self, model: PatchedModel) -> None:
         """Not known: presets forecast these models, and everything else is as it is set."""
+
+    def attentions(self) -> set[Attention]:
+        """The attention functions that ComfyUI now calls."""
+        return host_attentions()
 
     def grid(self, model: Any, shape: Sequence[int]) -> Grid:
         return grid_of(shape, self.patch(model))

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from comfy.ldm.modules.attention import SpatialTransformer
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 from ... import reasons
 from ...merging.plan import Grid
-from ...patching.key_weights import Attention, KeyWeights, attend, fits
+from ...patching.attention_trial import Attention
+from ...patching.blocks import Stack
+from ...patching.key_weights import KeyWeights, attend, fits
 from ...patching.merge_modules import UNetRecord, layers_by_level
 from ...settings.config import ToMeConfig
-from .base import OVERRIDE, takes
+from .base import OVERRIDE, host_attentions, stored_attention, takes
 
 _BLOCK_PATCHES = (
     "attn1_patch",
@@ -28,13 +30,21 @@ Options = dict[str, Any] | None
 Shape = Sequence[int] | None
 
 
-def _shapes(context: Any = None, transformer_options: Options = None) -> tuple[Shape, Shape]:
+# A later block may take more arguments than these.
+def _shapes(
+    context: Any = None, transformer_options: Options = None, *args: Any, **kwargs: Any
+) -> tuple[Shape, Shape]:
     options = transformer_options or {}
     return options.get("activations_shape"), options.get("original_shape")
 
 
 def _needs_all_tokens(
-    block: nn.Module, index: int, context: Any = None, transformer_options: Options = None
+    block: nn.Module,
+    index: int,
+    context: Any = None,
+    transformer_options: Options = None,
+    *args: Any,
+    **kwargs: Any,
 ) -> bool:
     """Whether another node patches the inside of this block, or of all blocks."""
     options = transformer_options or {}
@@ -77,16 +87,19 @@ def _changed_part(block: Any) -> str | None:
     return None
 
 
-def weigh_keys(called: dict[str, Any], weights: KeyWeights) -> dict[str, Any]:
+def weigh_keys(
+    called: dict[str, Any], weights: KeyWeights, stored: Attention | None = None
+) -> dict[str, Any]:
     """Keyword arguments of a self-attention under which it weighs its keys.
 
     Args:
         called: the keyword arguments so far. Another node's override in them stays in effect.
         weights: what the keys weigh.
+        stored: the attention function that the host would call instead of its own; None if none.
     """
     options = called.get("transformer_options") or {}
     theirs = options.get(OVERRIDE)
-    if weights.masked is None:
+    if not weights.masked:
         # The override takes it back, if it is called.
         weights.note(reasons.OTHER_ATTENTION)
 
@@ -99,6 +112,8 @@ def weigh_keys(called: dict[str, Any], weights: KeyWeights) -> dict[str, Any]:
         mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
+        if theirs is None and stored is not None:
+            func = stored
         if mask is None and fits(weights, k):
             return attend(weights, func, theirs, None, q, k, v, heads, kwargs)
         weights.note(reasons.CALLED_DIFFERENTLY)
@@ -113,6 +128,10 @@ class StackOverride:
     No other node patches the inside of its blocks, so the keys of every cross-attention are the
     tokens of the prompt.
     """
+
+    def __init__(self, stored: Attention | None):
+        """``stored`` is the attention function that is stored with all its attentions."""
+        self._stored = stored
 
     def put_on(self, called: dict[str, Any], weights: KeyWeights) -> None:
         """See :class:`tome_nodes.patching.blocks.StackWeights`."""
@@ -146,6 +165,8 @@ class StackOverride:
         **kwargs: Any,
     ) -> Tensor:
         weights, theirs = self._weights, self._theirs
+        if theirs is None and self._stored is not None:
+            func = self._stored
         is_cross = self._is_cross
         if self._takes_turns:
             self._is_cross = not is_cross
@@ -154,9 +175,19 @@ class StackOverride:
         return attend(weights, func, theirs, None, q, k, v, heads, kwargs)
 
 
+def _weigh_stack(stack: Stack) -> StackOverride | None:
+    """None if not all attentions of a stack are stored with the same function."""
+    blocks: Any = stack.blocks
+    attentions = [module for block in blocks for module in (block.attn1, block.attn2)]
+    stored = {stored_attention(module) for module in attentions if module is not None}
+    return StackOverride(*stored) if len(stored) == 1 else None
+
+
 @dataclass(frozen=True)
 class ComfyUNet(UNetRecord):
     """``UNetModel``, whose blocks are ``BasicTransformerBlock`` and read the tokens' shape."""
+
+    is_unet: ClassVar[bool] = True
 
     def matches(self, model: nn.Module) -> bool:
         return isinstance(model, UNetModel)
@@ -186,5 +217,7 @@ UNET = ComfyUNet(
     masks=("mask",),
     weigh_keys=weigh_keys,
     shapes=_shapes,
-    weigh_stack=StackOverride,
+    weigh_stack=_weigh_stack,
+    stored=stored_attention,
+    attentions=host_attentions,
 )

@@ -1,0 +1,138 @@
+"""The ways in which an attention function can weigh keys, and a trial of which are right for it.
+
+A host may call any function for attention, also one of another node. What it is called decides
+nothing but speed.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..ops import TORCH, Operation
+from ..ops.reference import EXTRA_CHANNELS
+
+Attention = Callable[..., Tensor]
+
+Way = Literal["mask", "channels"]
+"""How an attention function gets the sizes."""
+
+_ANY: tuple[Way, ...] = ("mask", "channels")
+
+# The ways that are worth it for functions of ComfyUI that lose their speed in others, which they
+# leave to PyTorch's attention. The way that is faster comes first.
+_WORTH_IT: Mapping[str, tuple[Way, ...]] = {
+    "attention_flash": ("channels",),
+    "attention_xformers": ("channels",),
+    "attention_sage": (),
+    "attention3_sage": (),
+}
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What was found out about an attention function.
+
+    Attributes:
+        name: what it is called.
+        ways: the ways in which it weighs keys rightly, the faster first as a rule.
+    """
+
+    name: str
+    ways: tuple[Way, ...]
+
+
+def try_out(function: Attention, device: torch.device, dtype: torch.dtype) -> Tried:
+    """Try an attention function on tiny tensors of a device and dtype.
+
+    Raises:
+        torch.OutOfMemoryError: the device has no room for them.
+    """
+    name = getattr(function, "__name__", "an unknown attention function")
+    ways = _WORTH_IT.get(name, _ANY)
+    return Tried(name, tuple(way for way in ways if _is_right(function, way, device, dtype)))
+
+
+def in_channels(
+    func: Attention,
+    widen: Operation,
+    sizes: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    heads: int,
+    skip_reshape: bool = False,
+    skip_output_reshape: bool = False,
+    **kwargs: Any,
+) -> Tensor:
+    """Attention whose logits get the sizes from extra channels in queries and keys.
+
+    ``func`` divides the logits by the root of the channels of a head, which are now more. Queries
+    are scaled to make up for that. ``widen`` adds the channels, and ``sizes`` is ``[batch, keys]``.
+    """
+    q, k, v = (flat(x, skip_reshape) for x in (q, k, v))
+    channels = q.shape[2] // heads
+    wider = channels + EXTRA_CHANNELS
+    if kwargs.get("scale") is not None:
+        scale, constant = 1.0, 1 / kwargs["scale"]
+    else:
+        kwargs.pop("scale", None)
+        scale, constant = (wider / channels) ** 0.5, wider**0.5
+    q, k, v = widen(q, k, v, sizes, heads, scale, constant)
+    out = func(q, k, v, heads, **kwargs)
+    out = out.reshape(*out.shape[:2], heads, wider).narrow(3, 0, channels)
+    return out.transpose(1, 2) if skip_output_reshape else out.flatten(2)
+
+
+def flat(x: Tensor, by_head: bool) -> Tensor:
+    """``x`` as ``[batch, tokens, heads * channels]``, from any layout of a host."""
+    if by_head:
+        x = x.transpose(1, 2)
+    # Values may be [batch, tokens, heads, channels] although queries and keys are flat.
+    return x if x.ndim == 3 else x.flatten(2)
+
+
+_BATCH, _HEADS, _CHANNELS, _TOKENS, _COPIES = 2, 2, 64, 16, 32
+"""The sizes of a trial. Many kernels know only heads of 64 or 128 channels."""
+
+_SHARE = 0.1
+"""The most that may be left of the error of keys that are not weighed. In half precision, or in
+int8, some is left."""
+
+
+@torch.no_grad()
+def _is_right(function: Attention, way: Way, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a key that a function weighs counts as often as the keys that it stands for do."""
+
+    def tensors() -> tuple[Tensor, Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        shape = 3, _BATCH, _TOKENS, _HEADS * _CHANNELS
+        q, k, v = torch.randn(shape, generator=generator).to(device, dtype)
+        return q, k, v
+
+    # Another key of each sample stands for many.
+    samples, heavy = torch.arange(_BATCH), torch.arange(_BATCH) + 3
+    sizes = torch.ones(_BATCH, _TOKENS)
+    sizes[samples, heavy] = 1 + _COPIES
+    sizes = sizes.log().to(device, dtype)
+    try:
+        # New tensors each time, as a function may write to its own.
+        q, k, v = tensors()
+        keys, values = (
+            torch.cat([x, x[samples, heavy][:, None].expand(-1, _COPIES, -1)], 1) for x in (k, v)
+        )
+        expected, unweighed = function(q, keys, values, _HEADS), function(*tensors(), _HEADS)
+        if way == "mask":
+            weigh = partial(function, mask=sizes[:, None, None])
+        else:
+            weigh = partial(in_channels, function, TORCH.widen, sizes)
+        errors = [(x - expected).float().norm() for x in (weigh(*tensors(), _HEADS), unweighed)]
+        return bool(errors[0] < _SHARE * errors[1])
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:
+        # Code of others may raise any error where it does not take a mask, or so many channels.
+        return False
