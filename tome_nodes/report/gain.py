@@ -88,6 +88,6 @@ def _expected(counts: Counts, config: ToMeConfig, saved: float | None) -> str:
                 before += tokens * tokens
                 after += merged * (tokens if config.attn_tokens == "k,v" else merged)
     if not before:
-        return "not known"
+        return "what that saves is not known"
     where = "these blocks' self-attention"
     return f"expected, not measured: {1 - after / before:.0%} fewer multiplications in {where}"
