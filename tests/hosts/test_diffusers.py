@@ -548,6 +548,10 @@ def test_what_was_merged_is_logged_once_for_each_size(log_messages):
         "[ToMe] merged 3/7 blocks (192 -> 48 tokens), ratio 0.90 capped at 0.75, window, "
         "stack scope"
     ]
+    # Other batches and the same number of tokens say nothing new.
+    case(num_images_per_prompt=2)
+    case(height=128, width=96)
+    assert len(log_messages()) == 1
     case(height=64, width=64)
     assert len(log_messages()) == 2
 
