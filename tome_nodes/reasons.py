@@ -51,6 +51,11 @@ RECOMPUTED = (
     "it off, or leave ToMe out"
 )
 
+TRACED = (
+    "the model is traced or exported, which would keep the random picks of one step; compile it "
+    "instead, or leave ToMe out"
+)
+
 UNKNOWN_CALL = (
     "the UNet was called without a sample and a timestep, as other code has replaced its forward; "
     "leave one of the two out"

@@ -102,12 +102,13 @@ def _of(name: str, table: dict[str, Any]) -> Any:
 
 def _text_parts(kind: Any, end: str) -> dict[str, Any]:
     words = {word: index for index, word in enumerate(_WORDS)}
-    config = transformers.CLIPTextConfig(
+    sizes: dict[str, Any] = {
         **{"vocab_size": len(_WORDS), "hidden_size": TEXT_CHANNELS, "intermediate_size": 32},
         **{"projection_dim": TEXT_CHANNELS, "num_hidden_layers": 1, "num_attention_heads": 2},
         **{"max_position_embeddings": _LONGEST},
         **{"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1},
-    )
+    }
+    config = transformers.CLIPTextConfig(**sizes)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         encoder = kind(config).eval()

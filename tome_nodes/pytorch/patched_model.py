@@ -25,6 +25,9 @@ log = logging.getLogger("tome_nodes")
 _STATE = "_tome_nodes"
 """The attribute of a patched model for its :class:`Attachment`."""
 
+_OWN = "_tome_nodes_own"
+"""The attribute of our class for the model's own."""
+
 
 class Once:
     """Logs every line once."""
@@ -139,9 +142,9 @@ class Attachment:
 
 def detach(model: nn.Module) -> None:
     """Give a patched model its own class back."""
-    kind: Any = type(model)
+    own: Any = vars(type(model)).get(_OWN)
     # A class that other code has derived from ours stays, and finds no attachment.
-    if vars(model).pop(_STATE, None) is not None and kind is _patched(own := kind.__mro__[1]):
+    if vars(model).pop(_STATE, None) is not None and own is not None:
         model.__class__ = own
 
 
@@ -169,7 +172,7 @@ def _patched(kind: Any) -> Any:
     attributes = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     # The second calls a model that was compiled before it was patched.
     attributes |= {name: calling(name) for name in ("__call__", "_call_impl")}
-    return type(kind.__name__, (kind,), attributes | {"__reduce_ex__": reduce})
+    return type(kind.__name__, (kind,), attributes | {"__reduce_ex__": reduce, _OWN: kind})
 
 
 def _new(kind: Any) -> Any:

@@ -94,6 +94,11 @@ class UNetCalls(Calls):
     def call(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        # Of torch.compile, nothing is traced here.
+        is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined]
+        if is_traced or torch.compiler.is_compiling():
+            self._once.warn(f"nothing merged: {reasons.TRACED}")
+            return forward(*args, **kwargs)
         if not self._begin(args, kwargs):
             return forward(*args, **kwargs)
         result = self._run.or_unmerged(partial(_evaluate, self, forward, args, kwargs))
