@@ -21,6 +21,10 @@ ATTENTION_REPLACED = (
     "two out"
 )
 
+OTHER_KEYS = (
+    "another node or other code gives the self-attention its own keys; leave one of the two out"
+)
+
 BLOCKS_REPLACED = "another node replaces the transformer blocks; leave one of the two out"
 
 CORE_TOME = "core's node TomePatchModel merges the same tokens; remove that node"
@@ -45,6 +49,11 @@ NO_MEMORY = "the device has no memory left for merging; take a smaller picture o
 RECOMPUTED = (
     "gradient checkpointing runs the transformer blocks again outside of the model's call; switch "
     "it off, or leave ToMe out"
+)
+
+TRACED = (
+    "the model is traced or exported, which would keep the random picks of one step; compile it "
+    "instead, or leave ToMe out"
 )
 
 UNKNOWN_CALL = (
@@ -210,6 +219,11 @@ def levels_left_out(max_downsample: int, shallowest: int) -> str:
 def cannot_merge(device: object, error: str) -> str:
     """For a device that fails to merge."""
     return f"the device {device} cannot do it: {error}; leave ToMe out"
+
+
+def unknown_processor(name: str) -> str:
+    """For an attention processor of diffusers that may need all tokens."""
+    return f"the attention processor {name} may need all tokens; set another, or leave ToMe out"
 
 
 def too_short(count: int, least: int) -> str:

@@ -549,6 +549,10 @@ def test_what_was_merged_is_logged_once_for_each_size(log_messages):
         "[ToMe] merged 3/7 blocks (192 -> 48 tokens), ratio 0.90 capped at 0.75, window, "
         "stack scope"
     ]
+    # Other batches and the same number of tokens say nothing new.
+    case(num_images_per_prompt=2)
+    case(height=128, width=96)
+    assert len(log_messages()) == 1
     case(height=64, width=64)
     assert len(log_messages()) == 2
 
@@ -600,3 +604,90 @@ def test_other_models_are_refused_by_name():
     blocks = {"down_block_types": ("DownBlock2D",) * 3, "up_block_types": ("UpBlock2D",) * 3}
     with pytest.raises(TypeError, match="needs a model with transformer blocks"):
         tome_nodes.apply_patch(make_unet(**blocks, mid_block_type=None))
+
+
+@pytest.fixture
+def mesh(tmp_path):
+    """The devices of a group of one process."""
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield torch.distributed.init_device_mesh(DEVICE.type, (1,))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch has no torch.distributed")
+def test_a_unet_that_is_sharded_once_it_is_patched_merges_until_the_patch_is_removed(unet, mesh):
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    if not hasattr(fsdp, "fully_shard"):
+        pytest.skip("this PyTorch has no fully_shard")
+    plain = call(unet)
+    tome_nodes.apply_patch(unet)
+    merged = call(unet)
+    fsdp.fully_shard(unet, mesh=mesh)
+    for _ in range(2):
+        tome_nodes.apply_patch(unet)
+        assert relative_error(call(unet), merged) < ROUNDING
+        tome_nodes.remove_patch(unet)
+        assert relative_error(call(unet), plain) < ROUNDING
+    assert relative_error(merged, plain) > 1e-3
+
+
+class Called(torch.nn.Module):
+    """Calls a UNet with positional arguments, and returns a tensor."""
+
+    def __init__(self, unet):
+        super().__init__()
+        self.unet = unet
+
+    def forward(self, sample, timestep, text):
+        return self.unet(sample, timestep, text, return_dict=False)[0]
+
+
+KEPT = {
+    "traced": lambda model, given: torch.jit.trace(model, given, check_trace=False),
+    "exported": lambda model, given: torch.export.export(model, given, strict=False).module(),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("way", KEPT)
+@pytest.mark.parametrize("options", [{}, {"scope": "stack", "proportional_attn": True}], ids=str)
+def test_a_model_that_is_traced_or_exported_runs_on_all_tokens(unet, log_messages, way, options):
+    """What it keeps would have the random picks of a single step."""
+    sample, text = inputs(unet).values()
+    given = sample, torch.tensor(500), text
+    plain = call(unet)
+    tome_nodes.apply_patch(unet, **options)
+    kept = KEPT[way](Called(unet).eval(), given)
+    assert relative_error(kept(*given), plain) < ROUNDING
+    assert log_messages() == [f"[ToMe] nothing merged: {reasons.TRACED}"]
+    assert relative_error(call(unet), plain) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"attn_tokens": "k,v", "proportional_attn": True}, IN_STACKS], ids=str
+)
+def test_gradients_of_gradients_and_in_forward_mode_are_those_of_finite_differences(unet, options):
+    """With attention in steps, since PyTorch's own in one has no gradients of gradients."""
+    unet = unet.double()
+    PROCESSORS["eager"](unet)
+    tome_nodes.apply_patch(unet, **options)
+    text = inputs(unet)["encoder_hidden_states"]
+    sample, way = inputs(unet)["sample"], noise(*GRID).double()
+    # So small that the same tokens still merge.
+    small = 1e-6
+
+    def loss(x):
+        return unet(x, torch.tensor(500), text).sample.square().mean()
+
+    def slope(x, create_graph=False):
+        x = x.requires_grad_()
+        (gradient,) = torch.autograd.grad(loss(x), x, create_graph=create_graph)
+        return (gradient * way).sum()
+
+    _, forward = torch.func.jvp(loss, (sample,), (way.expand_as(sample),))
+    assert forward.item() == pytest.approx(slope(sample.clone()).item(), rel=1e-9)
+    at = sample.clone()
+    (second,) = torch.autograd.grad(slope(at, create_graph=True), at)
+    difference = (slope(sample + small * way) - slope(sample - small * way)) / (2 * small)
+    assert difference.item() == pytest.approx((second * way).sum().item(), rel=1e-4)

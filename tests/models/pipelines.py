@@ -129,8 +129,8 @@ class Case:
             "output_type": "latent",
             "return_dict": False,
         }
-        result = self.pipeline(**{**self.arguments, **arguments, **options})[0]
-        return torch.stack(result) if isinstance(result, list) else result
+        result = self.pipeline(**{**arguments, **self.arguments, **options})[0]
+        return torch.stack(result) if isinstance(result, list) else torch.as_tensor(result)
 
     def compile(self, way: str, backend: Any) -> None:
         """Compile the network into whole graphs, in one of :data:`COMPILED`."""
@@ -162,7 +162,7 @@ OFFLOADS: dict[str, Callable[[Any], Any]] = {
 }
 """By accelerate and diffusers; without a GPU, the execution device is the CPU, too."""
 
-_PROMPTS: dict[str, Any] = {
+PROMPTS: dict[str, Any] = {
     "prompt_embeds": noise(1, TEXT, TEXT_CHANNELS),
     "negative_prompt_embeds": noise(1, TEXT, TEXT_CHANNELS, seed=2),
 }
@@ -170,8 +170,8 @@ _FLUX_TEXT: dict[str, Any] = {
     "prompt_embeds": noise(1, TEXT, TEXT_CHANNELS),
     "pooled_prompt_embeds": noise(1, TEXT_CHANNELS),
 }
-_POOLED_PROMPTS: dict[str, Any] = {
-    **_PROMPTS,
+POOLED_PROMPTS: dict[str, Any] = {
+    **PROMPTS,
     **_FLUX_TEXT,
     "negative_pooled_prompt_embeds": noise(1, TEXT_CHANNELS, seed=2),
 }
@@ -179,10 +179,10 @@ _NO_ENCODER = {"text_encoder": None, "tokenizer": None}
 _NO_SECOND = {"text_encoder_2": None, "tokenizer_2": None}
 
 _NO_CHECKER = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
-_SIZE = {"height": HEIGHT, "width": WIDTH}
+SIZE = {"height": HEIGHT, "width": WIDTH}
 
 
-def _parts(family: str, **options: Any) -> dict[str, Any]:
+def parts_of(family: str, **options: Any) -> dict[str, Any]:
     return {
         "unet": make_unet(family, **options),
         "vae": make_vae(),
@@ -191,46 +191,46 @@ def _parts(family: str, **options: Any) -> dict[str, Any]:
     }
 
 
-def _picture(channels: int = 3, seed: int = 5) -> Tensor:
+def picture(channels: int = 3, seed: int = 5) -> Tensor:
     """``[1, channels, HEIGHT, WIDTH]`` from 0 to 1."""
     return torch.rand(1, channels, HEIGHT, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
 def sd15(family: str = "sd15") -> Case:
-    pipeline = diffusers.StableDiffusionPipeline(**_parts(family), **_NO_CHECKER)
-    return Case(pipeline, **_PROMPTS, **_SIZE)
+    pipeline = diffusers.StableDiffusionPipeline(**parts_of(family), **_NO_CHECKER)
+    return Case(pipeline, **PROMPTS, **SIZE)
 
 
 def _sdxl(kind: Any, **given: Any) -> Case:
-    pipeline = kind(**_parts("sdxl"), **_NO_SECOND, add_watermarker=False)
-    return Case(pipeline, **_POOLED_PROMPTS, **given)
+    pipeline = kind(**parts_of("sdxl"), **_NO_SECOND, add_watermarker=False)
+    return Case(pipeline, **POOLED_PROMPTS, **given)
 
 
 def sdxl() -> Case:
-    return _sdxl(diffusers.StableDiffusionXLPipeline, **_SIZE)
+    return _sdxl(diffusers.StableDiffusionXLPipeline, **SIZE)
 
 
 def sdxl_img2img() -> Case:
-    return _sdxl(diffusers.StableDiffusionXLImg2ImgPipeline, image=_picture(), strength=1.0)
+    return _sdxl(diffusers.StableDiffusionXLImg2ImgPipeline, image=picture(), strength=1.0)
 
 
 def sd15_inpaint() -> Case:
     pipeline = diffusers.StableDiffusionInpaintPipeline(
-        **_parts("sd15", in_channels=9), **_NO_CHECKER
+        **parts_of("sd15", in_channels=9), **_NO_CHECKER
     )
-    mask = (_picture(channels=1, seed=6) > 0.5).float()
-    return Case(pipeline, **_PROMPTS, **_SIZE, image=_picture(), mask_image=mask)
+    mask = (picture(channels=1, seed=6) > 0.5).float()
+    return Case(pipeline, **PROMPTS, **SIZE, image=picture(), mask_image=mask)
 
 
 def sd15_controlnet() -> Case:
-    parts = _parts("sd15")
+    parts = parts_of("sd15")
     controlnet = diffusers.ControlNetModel.from_unet(parts["unet"]).eval()
     for layer in (*controlnet.controlnet_down_blocks, controlnet.controlnet_mid_block):
         torch.nn.init.eye_(layer.weight.data[:, :, 0, 0])
     pipeline = diffusers.StableDiffusionControlNetPipeline(
         **parts, controlnet=controlnet, **_NO_CHECKER
     )
-    return Case(pipeline, **_PROMPTS, **_SIZE, image=_picture())
+    return Case(pipeline, **PROMPTS, **SIZE, image=picture())
 
 
 CASES = {case.__name__: case for case in (sd15, sdxl, sdxl_img2img, sd15_inpaint, sd15_controlnet)}
@@ -295,7 +295,7 @@ def flux2() -> Case:
     transformer = diffusers.Flux2Transformer2DModel(
         in_channels=16, **_DOUBLE_AND_SINGLE, **_JOINT, axes_dims_rope=(4, 4, 4, 4)
     )
-    prompt = _PROMPTS["prompt_embeds"]
+    prompt = PROMPTS["prompt_embeds"]
     return _case(diffusers.Flux2Pipeline, transformer, _flow(), prompt_embeds=prompt)
 
 
@@ -307,7 +307,7 @@ def sd3() -> Case:
     )
     none = {**_NO_SECOND, "text_encoder_3": None, "tokenizer_3": None}
     kind = diffusers.StableDiffusion3Pipeline
-    return _case(kind, transformer, _flow(3.0), none, **_POOLED_PROMPTS)
+    return _case(kind, transformer, _flow(3.0), none, **POOLED_PROMPTS)
 
 
 def qwen_image() -> Case:
@@ -315,7 +315,7 @@ def qwen_image() -> Case:
         in_channels=16, out_channels=4, num_layers=3, **_JOINT, axes_dims_rope=(4, 4, 8)
     )
     masks: dict[str, Any] = {"prompt_embeds_mask": _MASK, "negative_prompt_embeds_mask": _MASK}
-    return _case(diffusers.QwenImagePipeline, transformer, _flow(), **_PROMPTS, **masks)
+    return _case(diffusers.QwenImagePipeline, transformer, _flow(), **PROMPTS, **masks)
 
 
 def z_image() -> Case:
@@ -325,7 +325,7 @@ def z_image() -> Case:
         **{"n_kv_heads": 2, "cap_feat_dim": TEXT_CHANNELS},
         **{"axes_dims": [4, 4, 8], "axes_lens": [256, 64, 64]},
     )
-    prompts: dict[str, Any] = {name: [text[0]] for name, text in _PROMPTS.items()}
+    prompts: dict[str, Any] = {name: [text[0]] for name, text in PROMPTS.items()}
     return _case(diffusers.ZImagePipeline, transformer, _flow(3.0), **prompts)
 
 
@@ -341,7 +341,7 @@ def wan() -> Case:
         prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
     )
     parts = {"transformer_2": make_wan(), "boundary_ratio": 0.8}
-    return _case(diffusers.WanPipeline, make_wan(), scheduler, parts, **_PROMPTS, num_frames=9)
+    return _case(diffusers.WanPipeline, make_wan(), scheduler, parts, **PROMPTS, num_frames=9)
 
 
 def ltx() -> Case:
@@ -350,7 +350,7 @@ def ltx() -> Case:
         in_channels=8, out_channels=8, **_HEADS, **sizes
     )
     size: dict[str, Any] = {"num_frames": 17, "height": 256, "width": 320}
-    return _case(diffusers.LTXPipeline, transformer, _flow(), **_PROMPTS, **_PROMPT_MASKS, **size)
+    return _case(diffusers.LTXPipeline, transformer, _flow(), **PROMPTS, **_PROMPT_MASKS, **size)
 
 
 def hunyuan_video() -> Case:
@@ -373,7 +373,7 @@ def cogvideox() -> Case:
         max_text_seq_length=TEXT,
     )
     scheduler = diffusers.CogVideoXDDIMScheduler(prediction_type="v_prediction")
-    return _case(diffusers.CogVideoXPipeline, transformer, scheduler, **_PROMPTS, num_frames=9)
+    return _case(diffusers.CogVideoXPipeline, transformer, scheduler, **PROMPTS, num_frames=9)
 
 
 def lumina2() -> Case:
@@ -384,7 +384,7 @@ def lumina2() -> Case:
         **{"axes_dim_rope": (4, 4, 8), "axes_lens": (64, 64, 64)},
         cap_feat_dim=TEXT_CHANNELS,
     )
-    prompts = {**_PROMPTS, **_PROMPT_MASKS}
+    prompts = {**PROMPTS, **_PROMPT_MASKS}
     return _case(diffusers.Lumina2Pipeline, transformer, _flow(6.0), **prompts)
 
 

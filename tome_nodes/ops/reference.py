@@ -43,13 +43,15 @@ def merge(
     """
     batch, _, channels = x.shape
     tokens = x.reshape(-1, channels)
-    if x.device.type in _BAG_DEVICES:
+    # Its gradients have no gradients themselves, and it has no forward mode.
+    if x.device.type in _BAG_DEVICES and not torch.is_grad_enabled():
         # F.embedding_bag takes much longer to call.
         means = torch.embedding_bag(tokens, order, offsets, False, _MEAN)[0]
     else:
-        sums = tokens.new_zeros(len(offsets), channels, dtype=torch.float32)
+        wide = tokens.to(torch.promote_types(x.dtype, torch.float32))
         sizes = torch.diff(offsets, append=offsets.new_tensor([len(order)]))
-        sums.index_add_(0, slot_of_token.flatten(), tokens.float())
+        sums = wide.new_zeros(len(offsets), channels)
+        sums = sums.index_add(0, slot_of_token.flatten(), wide)
         means = (sums / sizes[:, None]).to(x.dtype)
     return means.view(batch, -1, channels)
 

@@ -37,6 +37,8 @@ class Outcome:
         plan: the plan of what merged last; None if nothing merged.
         grid: the grid for which a plan was to be made; None if none was.
         reason: why it ran on all tokens; None if it merged or the settings leave it out.
+        left_out: why an attention ran on all tokens although it was to merge, as other code is in
+            the way; None if none did.
         unweighted_reason: why a merged key weighed only as much as one token; None if it weighed
             more.
         is_patched: whether only its modules merged although the scope is stacks, as other code
@@ -49,6 +51,7 @@ class Outcome:
     plan: Plan | None = None
     grid: Grid | None = None
     reason: str | None = None
+    left_out: str | None = None
     unweighted_reason: str | None = None
     is_patched: bool = False
     has_run: bool = False
@@ -72,6 +75,7 @@ class Outcome:
             plan=self.plan,
             grid=self.grid,
             reason=self.reason,
+            left_out=self.left_out,
             unweighted_reason=self.unweighted_reason,
             is_patched=self.is_patched,
             has_run=self.has_run,

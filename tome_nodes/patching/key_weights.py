@@ -60,7 +60,8 @@ def capabilities(device: torch.device, dtype: torch.dtype) -> Capabilities:
         return Capabilities()
     cuda = torch.backends.cuda
     return Capabilities(
-        flash=cuda.is_flash_attention_available(),
+        # PyTorch 2.4 cannot be asked.
+        flash=getattr(cuda, "is_flash_attention_available", lambda: True)(),
         cudnn=torch.version.hip is None
         and torch.backends.cudnn.is_available()
         and cuda.cudnn_sdp_enabled(),

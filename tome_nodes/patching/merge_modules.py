@@ -44,6 +44,8 @@ class UNetRecord:
         weigh_stack: makes what weighs the keys of all self-attentions of a stack, whose first
             block and last are then the only ones that are overridden; it returns None for a stack
             for which it cannot. None if the host has no way to do that.
+        in_the_way: returns why an attention runs on all tokens, called with the attention; None if
+            it may run on merged ones. None if every attention of the host may.
         shapes: returns the shapes of the feature map and of the latent, where the host passes them
             on; called with the block's arguments after the tokens. None if a stack is called with
             its feature map instead.
@@ -58,6 +60,7 @@ class UNetRecord:
     masks: tuple[str, ...]
     source: str = ""
     weigh_keys: WeighKeys | None = None
+    in_the_way: Callable[[Any], str | None] | None = None
     shapes: Callable[..., tuple[Shape | None, Shape | None]] | None = None
     weigh_stack: Callable[[Stack], StackWeights | None] | None = None
     stored: Callable[[nn.Module], Attention | None] = lambda attention: None
@@ -131,12 +134,11 @@ class ModuleBlock(Block):
         if not self._attends_to_itself:
             # Its keys are text, as in the x4 upscaler, so only its queries merge.
             if config.merge_attn:
-                overrides.append((block.attn1, "forward", self._run_module(block.attn1.forward)))
+                overrides.append((block.attn1, "forward", self._run_attention(block.attn1)))
         elif config.merge_attn or config.scope != "module":
-            forward = self._with_source(block.attn1.forward)
-            overrides.append((block.attn1, "forward", self._run_self_attention(forward)))
+            overrides.append((block.attn1, "forward", self._run_self_attention(block.attn1)))
         if block.attn2 is not None and config.merge_crossattn:
-            overrides.append((block.attn2, "forward", self._run_module(block.attn2.forward)))
+            overrides.append((block.attn2, "forward", self._run_attention(block.attn2)))
         if config.merge_mlp:
             overrides.append((block.ff, "forward", self._run_module(block.ff.forward)))
         return overrides
@@ -149,8 +151,7 @@ class ModuleBlock(Block):
         if self.index == 0 or (self._is_last and not self.merges_only_keys):
             overrides.append((block, "forward", self._run_block(block.forward)))
         if self.merges_only_keys:
-            forward = self._with_source(block.attn1.forward)
-            overrides.append((block.attn1, "forward", self._run_keys_of_stack(forward)))
+            overrides.append((block.attn1, "forward", self._run_keys_of_stack(block.attn1)))
         return overrides
 
     def _run_stack(self, forward: Forward) -> Forward:
@@ -293,21 +294,37 @@ class ModuleBlock(Block):
 
         return module_forward
 
-    def _run_self_attention(self, forward: Forward) -> Forward:
-        config = self.model.config
+    def _run_attention(self, attention: Any) -> Forward:
+        """The forward of an attention whose queries merge."""
+        own: Forward = attention.forward
+        merged = self._run_module(own)
 
         def attention_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            if self._outer_plan is not None:
-                return forward(x, *args, **self._weigh(self._outer_plan, x, kwargs))
-            plan = self._plan
-            if plan is None or not config.merge_attn or not self._takes(plan, x, kwargs):
-                return forward(x, *args, **kwargs)
-            return self._attend_on_merged(forward, plan, x, *args, **kwargs)
+            is_in = self._plan is not None and self._may_merge(attention)
+            return (merged if is_in else own)(x, *args, **kwargs)
 
         return attention_forward
 
-    def _run_keys_of_stack(self, forward: Forward) -> Forward:
+    def _run_self_attention(self, attention: Any) -> Forward:
+        config, forward = self.model.config, attention.forward
+        merged = self._with_source(forward)
+
+        def attention_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            outer, plan = self._outer_plan, self._plan
+            if outer is not None:
+                return forward(x, *args, **self._weigh(outer, x, args, kwargs))
+            if plan is None or not config.merge_attn:
+                return forward(x, *args, **kwargs)
+            if not self._attends_to_merged(attention, plan, x, args, kwargs):
+                return forward(x, *args, **kwargs)
+            return self._attend_on_merged(merged, plan, x, *args, **kwargs)
+
+        return attention_forward
+
+    def _run_keys_of_stack(self, attention: Any) -> Forward:
         """The forward of a self-attention whose keys and values merge by the plan of its stack."""
+        forward = attention.forward
+        merged = self._with_source(forward)
 
         def attention_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             evaluation = self.evaluation
@@ -315,8 +332,8 @@ class ModuleBlock(Block):
             if plan is None:
                 return forward(x, *args, **kwargs)
             self.outcome.entered(x.shape[1])
-            if self._takes(plan, x, kwargs):
-                y = self._attend_on_merged(forward, plan, x, *args, **kwargs)
+            if self._attends_to_merged(attention, plan, x, args, kwargs):
+                y = self._attend_on_merged(merged, plan, x, *args, **kwargs)
             else:
                 y = forward(x, *args, **kwargs)
             if self._is_last:
@@ -359,7 +376,7 @@ class ModuleBlock(Block):
         else:
             if config.proportional_attn:
                 means, context = plan.merge_keys(tokens)
-                kwargs = self._weigh(plan, tokens, kwargs)
+                kwargs = self._weigh(plan, tokens, (), kwargs)
             else:
                 # As in the paper, keys are plain means that count once.
                 means = context = plan.merge(tokens)
@@ -402,8 +419,13 @@ class ModuleBlock(Block):
             evaluation.stack_weights = self._weighs
             self._weighs.put_on(kwargs, weights)
 
-    def _weigh(self, plan: Plan, x: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The keyword arguments with which a self-attention weighs keys by their tokens."""
+    def _weigh(
+        self, plan: Plan, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The keyword arguments with which a self-attention weighs keys by their tokens.
+
+        ``args`` are its positional arguments after the tokens.
+        """
         evaluation = self.evaluation
         is_of_stack = evaluation.weighs_stacks and plan is evaluation.stack_plan
         weights = evaluation.stack_keys if is_of_stack else None
@@ -416,7 +438,39 @@ class ModuleBlock(Block):
         if self.record.weigh_keys is None:
             weights.note(reasons.NO_WEIGHTS)
             return kwargs
+        if self._has_other_keys(args, kwargs):
+            weights.note(reasons.CALLED_DIFFERENTLY)
+            return kwargs
         return self.record.weigh_keys(kwargs, weights, self.stored)
+
+    def _attends_to_merged(
+        self,
+        attention: Any,
+        plan: Plan,
+        x: Tensor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> bool:
+        """Whether a self-attention can run on ``x`` merged by the plan; noted in the outcome."""
+        if not self._may_merge(attention):
+            return False
+        if self._has_other_keys(args, kwargs):
+            self.outcome.left_out = self.outcome.reason = reasons.OTHER_KEYS
+            return False
+        return self._takes(plan, x, kwargs)
+
+    def _may_merge(self, attention: Any) -> bool:
+        """Whether an attention may run on merged tokens; noted in the outcome."""
+        in_the_way = self.record.in_the_way
+        reason = None if in_the_way is None else in_the_way(attention)
+        if reason is not None:
+            self.outcome.left_out = self.outcome.reason = reason
+        return reason is None
+
+    def _has_other_keys(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether other code gives the keys of a self-attention, where a host never does."""
+        name = self.record.source
+        return bool(name) and (bool(args) or kwargs.get(name) is not None)
 
     def _takes(self, plan: Plan, x: Tensor, kwargs: dict[str, Any]) -> bool:
         """Whether a module can run on ``x`` merged by the plan; noted in the outcome."""

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from diffusers import Transformer2DModel, UNet2DConditionModel
+from diffusers.models import attention_processor
 from torch import nn
 
 from .. import reasons
@@ -18,6 +19,29 @@ from .patched_unet import TIMESTEPS, UNetHost
 
 # IP-Adapter scales its masks to the number of queries, as if they were a whole picture.
 _MASKS = ("attention_mask", "ip_adapter_masks")
+
+_FOR_ITSELF = frozenset(
+    {
+        attention_processor.AttnProcessor,
+        attention_processor.AttnProcessor2_0,
+        attention_processor.FusedAttnProcessor2_0,
+        attention_processor.SlicedAttnProcessor,
+        attention_processor.XFormersAttnProcessor,
+    }
+)
+"""The processors with which a self-attention may be called with other keys and a mask over them.
+
+Others do something else with keys from outside, or need the whole picture."""
+
+_FOR_TEXT = _FOR_ITSELF | {
+    attention_processor.CustomDiffusionAttnProcessor,
+    attention_processor.CustomDiffusionAttnProcessor2_0,
+    attention_processor.CustomDiffusionXFormersAttnProcessor,
+    attention_processor.IPAdapterAttnProcessor,
+    attention_processor.IPAdapterAttnProcessor2_0,
+    attention_processor.IPAdapterXFormersAttnProcessor,
+}
+"""The processors with which an attention to text takes any number of queries."""
 
 
 def _layers(model: Any) -> Iterator[Layer]:
@@ -36,10 +60,33 @@ def _layers(model: Any) -> Iterator[Layer]:
 
 
 def _needs_all_tokens(block: Any, index: int, *args: Any, **kwargs: Any) -> bool:
-    """Whether the feed-forward network runs in chunks of fixed size, or attention is masked."""
+    """Whether the feed-forward network runs in chunks of fixed size, attention is masked, or what
+    it does with merged tokens is not known."""
     of_attention = kwargs.get("cross_attention_kwargs") or {}
-    is_chunked = block._chunk_size is not None
-    return is_chunked or is_masked(kwargs, _MASKS) or is_masked(of_attention, _MASKS)
+    return (
+        block._chunk_size is not None
+        or is_masked(kwargs, _MASKS)
+        or is_masked(of_attention, _MASKS)
+        or not _is_known(block.attn1)
+        or not (block.attn2 is None or _is_known(block.attn2))
+    )
+
+
+def _is_known(attention: Any) -> bool:
+    """Whether the processor of an attention is known to take merged tokens."""
+    attends_to_text = getattr(attention, "is_cross_attention", False)
+    return _processor_class(attention) in (_FOR_TEXT if attends_to_text else _FOR_ITSELF)
+
+
+def _processor_class(attention: Any) -> type:
+    # Other code may have put an attention of its own in place, without a processor.
+    return type(getattr(attention, "processor", attention))
+
+
+def _processor_in_the_way(attention: Any) -> str | None:
+    if _is_known(attention):
+        return None
+    return reasons.unknown_processor(_processor_class(attention).__name__)
 
 
 def _weigh_keys(
@@ -59,6 +106,7 @@ class DiffusersUNets(UNetHost):
         masks=_MASKS,
         source="encoder_hidden_states",
         weigh_keys=_weigh_keys,
+        in_the_way=_processor_in_the_way,
     )
 
     def find(self, model: object) -> list[tuple[nn.Module, int]]:

@@ -26,6 +26,9 @@ log = logging.getLogger("tome_nodes")
 _STATE = "_tome_nodes"
 """The attribute of a patched model for its :class:`Attachment`."""
 
+_OWN = "_tome_nodes_own"
+"""The attribute of our class for the model's own."""
+
 
 # None before PyTorch 2.15.
 _set_frames: Callable[[int], int] | None = getattr(
@@ -44,6 +47,11 @@ class Once:
         is_new = what not in self._said
         self._said.add(what)
         return is_new
+
+    def info(self, line: str) -> None:
+        """Log a line."""
+        if self.is_new(line):
+            log.info("[ToMe] %s", line)
 
     def warn(self, line: str) -> None:
         """Log a warning."""
@@ -156,9 +164,9 @@ def _count_as_compiled() -> None:
 
 def detach(model: nn.Module) -> None:
     """Give a patched model its own class back."""
-    kind: Any = type(model)
+    own: Any = vars(type(model)).get(_OWN)
     # A class that other code has derived from ours stays, and finds no attachment.
-    if vars(model).pop(_STATE, None) is not None and kind is _patched(own := kind.__mro__[1]):
+    if vars(model).pop(_STATE, None) is not None and own is not None:
         model.__class__ = own
 
 
@@ -186,7 +194,7 @@ def _patched(kind: Any) -> Any:
     attributes = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     # The second calls a model that was compiled before it was patched.
     attributes |= {name: calling(name) for name in ("__call__", "_call_impl")}
-    return type(kind.__name__, (kind,), attributes | {"__reduce_ex__": reduce})
+    return type(kind.__name__, (kind,), attributes | {"__reduce_ex__": reduce, _OWN: kind})
 
 
 def _new(kind: Any) -> Any:

@@ -25,7 +25,7 @@ from ..report import log_line
 from ..report.counts import Counts
 from ..report.gain import gain_of
 from ..settings.config import ToMeConfig
-from .patched_model import Attachment, Calls, Host, log
+from .patched_model import Attachment, Calls, Host
 
 TIMESTEPS = 1000
 """The number of noise levels to assume for a UNet that does not say how many it was trained on."""
@@ -85,7 +85,6 @@ class UNetCalls(Calls):
         self._run = Run(self._config, host.record, unet, attachment.make_strategy, self._latest)
         self._host = host
         self._once = attachment.once
-        self._shape: torch.Size | None = None
         self._arguments: tuple[Any, ...] = ()
         self._completed = True
         self._noisiest = attachment.context - 1
@@ -95,6 +94,11 @@ class UNetCalls(Calls):
     def call(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        # Of torch.compile, nothing is traced here.
+        is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined]
+        if is_traced or torch.compiler.is_compiling():
+            self._once.warn(f"nothing merged: {reasons.TRACED}")
+            return forward(*args, **kwargs)
         if not self._begin(args, kwargs):
             return forward(*args, **kwargs)
         result = self._run.or_unmerged(partial(_evaluate, self, forward, args, kwargs))
@@ -130,13 +134,12 @@ class UNetCalls(Calls):
         # The check may visit every module of the UNet.
         obstacle = self._host.obstacle(self.network, self._config) if moment.is_active else None
         device, latent = _execution_device(self.network, sample), Grid(*sample.shape[-2:])
-        self._shape = sample.shape
         self._arguments = moment, latent, device, sample.dtype, obstacle
         return True
 
     @torch.compiler.disable
     def _complete(self) -> None:
-        """End a call: log what merged, once for every shape, or why nothing merged, once.
+        """End a call: log what merged, once for every size, or why nothing merged, once.
 
         When a run ends is not known, so what merging gains is counted, not measured.
         """
@@ -151,11 +154,14 @@ class UNetCalls(Calls):
         if not counts.merged:
             why = log_line.obstacle(counts, model.max_downsample, model.shallowest)
             self._once.warn(f"nothing merged: {why}")
-        elif self._run.engine is not None and self._once.is_new(self._shape):
+            return
+        latent = self._arguments[1]
+        # Its numbers may change from step to step, so the line itself does not tell.
+        kind = latent, *log_line.deviations(counts)
+        if self._run.engine is not None and self._once.is_new(kind):
             line = log_line.log_line(counts, self._config, self._run.engine.in_words())
-            saved = model.saved(self._arguments[1])
-            gain = gain_of(counts, self._config, {}, saved, model.shallowest)
-            log.info("[ToMe] %s; %s", line, gain.words)
+            gain = gain_of(counts, self._config, {}, model.saved(latent), model.shallowest)
+            self._once.info(f"{line}; {gain.words}")
 
     def _moment(self, timestep: float) -> Moment:
         (bits,) = struct.unpack("<Q", struct.pack("<d", timestep))

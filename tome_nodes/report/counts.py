@@ -16,6 +16,8 @@ class Counts(Observer):
         merged: by the size in tokens of a feature map and the block that merged it, to how many
             tokens.
         patched_blocks: the blocks that merged only in their modules although the scope is stacks.
+        left_out: by the reason, the blocks with an attention that ran on all tokens, as other code
+            is in the way.
         unweighted_reasons: why merged keys weighed as one token each.
         merged_steps: the steps in which anything merged.
         forecast_steps: the steps in which the answer of the model was forecast.
@@ -28,6 +30,7 @@ class Counts(Observer):
         self.frames = 1
         self.merged: dict[int, dict[str, set[int]]] = {}
         self.patched_blocks: set[str] = set()
+        self.left_out: dict[str, set[str]] = {}
         self.unweighted_reasons: set[str] = set()
         self.merged_steps: set[int] = set()
         self.forecast_steps: set[int] = set()
@@ -57,6 +60,8 @@ class Counts(Observer):
                     by_block.setdefault(outcome.block, set()).add(after)
             elif outcome.reason is not None:
                 self._reasons[outcome.reason] += 1
+            if outcome.left_out is not None:
+                self.left_out.setdefault(outcome.left_out, set()).add(outcome.block)
             if outcome.unweighted_reason is not None:
                 self.unweighted_reasons.add(outcome.unweighted_reason)
             if outcome.is_patched:

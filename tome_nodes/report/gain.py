@@ -76,14 +76,18 @@ def _expected(counts: Counts, config: ToMeConfig, saved: float | None) -> str:
     """What a run is expected to have gained, as far as its counts tell."""
     if not counts.merged:
         return "not known"
-    if saved is not None:
+    left_out = set[str]().union(*counts.left_out.values())
+    if saved is not None and not left_out:
         expected = "expected, not measured" if saved >= LEAST_SAVED else "no gain expected"
         return f"{expected}: {saved:.0%} fewer multiplications in a merged step"
     before = after = 0
     for tokens, by_block in counts.merged.items():
-        for lengths in by_block.values():
-            merged = min(lengths)
-            before += tokens * tokens
-            after += merged * (tokens if config.attn_tokens == "k,v" else merged)
+        for block, lengths in by_block.items():
+            if block not in left_out:
+                merged = min(lengths)
+                before += tokens * tokens
+                after += merged * (tokens if config.attn_tokens == "k,v" else merged)
+    if not before:
+        return "what that saves is not known"
     where = "these blocks' self-attention"
     return f"expected, not measured: {1 - after / before:.0%} fewer multiplications in {where}"

@@ -79,6 +79,10 @@ def deviations(counts: Counts) -> list[str]:
     return [
         *([f"module scope in {patched} that are patched"] if patched else []),
         *(
+            f"all tokens in the attention of {len(blocks)} ({reason})"
+            for reason, blocks in sorted(counts.left_out.items())
+        ),
+        *(
             f"merged keys weigh as one token ({reason})"
             for reason in sorted(counts.unweighted_reasons)
         ),
