@@ -462,15 +462,15 @@ class ModuleBlock(Block):
     def _may_merge(self, attention: Any) -> bool:
         """Whether an attention may run on merged tokens; noted in the outcome."""
         in_the_way = self.record.in_the_way
-        reason = None if in_the_way is None else in_the_way(attention)
-        if reason is not None:
-            self.outcome.left_out = self.outcome.reason = reason
-        return reason is None
+        if in_the_way is None or (reason := in_the_way(attention)) is None:
+            return True
+        self.outcome.left_out = self.outcome.reason = reason
+        return False
 
     def _has_other_keys(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether other code gives the keys of a self-attention, where a host never does."""
         name = self.record.source
-        return bool(name) and (bool(args) or kwargs.get(name) is not None)
+        return bool(name and (args or kwargs.get(name) is not None))
 
     def _takes(self, plan: Plan, x: Tensor, kwargs: dict[str, Any]) -> bool:
         """Whether a module can run on ``x`` merged by the plan; noted in the outcome."""
