@@ -171,8 +171,8 @@ def _both(
     last = last_run(both)
     if last is None:
         raise RuntimeError("the other node has removed ours from the model")
-    if last.obstacle is not None:
-        return _Run(result, True, [last.obstacle])
+    if last.nothing is not None:
+        return _Run(result, True, [last.unmerged or last.unforecast or ""])
     reason = last.counts.most_common_reason
     return _Run(result, False, [*log_line.deviations(last.counts), *([reason] if reason else [])])
 

@@ -33,7 +33,7 @@ def test_without_a_report_only_counts_are_kept(sd15):
     sample(patched, steps=3)
     run = last_run(patched.clone())
     assert run.recording is None
-    assert (run.model, run.backend, run.obstacle) == ("SD15", BACKEND, None)
+    assert (run.model, run.backend, run.unmerged) == ("SD15", BACKEND, None)
     assert run.counts.merged_blocks == run.counts.blocks_present == 6
     assert len(run.counts.merged_steps) == run.counts.total_steps == 3
 

@@ -116,7 +116,7 @@ def test_too_few_tokens_get_a_hint_that_says_how_many_are_missing(sd15, min_toke
         "make the picture 2.0 times as wide and high, as merging is worth it from about 256 tokens"
     )
     assert hint.endswith("min_tokens to 0 to leave small maps alone.") == (min_tokens > 0)
-    assert (run.obstacle is None) == (min_tokens == 1)
+    assert (run.unmerged is None) == (min_tokens == 1)
 
 
 def test_a_run_without_a_step_in_range_says_so(sd15):

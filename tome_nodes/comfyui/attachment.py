@@ -1,11 +1,10 @@
 """Attach the pack to a ComfyUI model, and take it off again.
 
 A patched model is a clone with wrappers under our key. In a UNet, tokens merge
-(:mod:`tome_nodes.comfyui.merging_run`); in any other model, steps are forecast
-(:mod:`tome_nodes.comfyui.forecast_run`), unless the settings say to merge. So are those of a UNet
-in a long run in which merging would save next to nothing. Weights, patch lists and
-the source model are not touched, so LoRA, saving, model merging and other nodes' patches work as
-before.
+(:mod:`tome_nodes.comfyui.merging_run`) and steps are forecast
+(:mod:`tome_nodes.comfyui.forecast_run`); in any other model, steps are forecast unless the settings
+say to merge. Weights, patch lists and the source model are not touched, so LoRA, saving, model
+merging and other nodes' patches work as before.
 """
 
 import logging
@@ -25,9 +24,10 @@ from ..settings.config import ToMeConfig
 from ..strategies import make_strategy
 from ..tuning.search import Measured
 from . import host_checks, run_log, workflow
-from .forecast_run import ForecastRun, function_of, suits_unet
-from .merging_run import KEY, MergingRun, apply_model, saves_little
-from .models import check_forecasts, is_unet, record_of
+from .forecast_run import ForecastRun, forecasts_unet, function_of
+from .merging_run import KEY, MergingRun, apply_model
+from .models import check_forecasts, is_of_video, is_unet, record_of
+from .sampling_run import SamplingRun, guarded
 
 # Not ``__name__``: ComfyUI names the package after its folder.
 log = logging.getLogger("tome_nodes")
@@ -60,12 +60,12 @@ def attach(
     Raises:
         ValueError: the model can neither merge tokens nor be forecast, as the settings say.
     """
-    network, forecasts = _network(model), not merges(model, config)
-    if forecasts:
+    network, does_merge = _network(model), merges(model, config)
+    if does_merge:
+        changed = host_checks.changed_part(model, record_of(network), network)
+    else:
         check_forecasts(network)
         changed = host_checks.changed_for_forecasts(model)
-    else:
-        changed = host_checks.changed_part(model, record_of(network), network)
     if changed is not None:
         log.warning(
             "[ToMe] the model stays unpatched, as %s has another %s than this version of ToMe "
@@ -75,20 +75,20 @@ def attach(
         )
         return model
     clone = detach(model)
-    if config.does_nothing(forecasts):
+    if config.does_nothing(not does_merge):
         return clone
-    attachment = _Attachment(config, make_strategy, on_step, wants_details, tuned, is_quiet)
+    attachment = _Attachment(
+        *(config, make_strategy, on_step, wants_details, tuned, is_quiet, does_merge)
+    )
     clone.add_callback_with_key(CallbacksMP.ON_PRE_RUN, KEY, attachment.pre_run)
-    if forecasts:
-        clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, attachment.forecast)
-    else:
-        clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, attachment.merge)
+    clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, attachment.sample)
+    if does_merge:
         clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, apply_model)
     return clone
 
 
 def merges(model: ModelPatcher, config: ToMeConfig) -> bool:
-    """Whether tokens merge in a model under some settings; else steps are forecast."""
+    """Whether tokens merge in a model under some settings; else steps are only forecast."""
     return not config.forecast or is_unet(_network(model))
 
 
@@ -160,6 +160,7 @@ class _Attachment:
     """The wrappers of one patched model. The attributes not listed are arguments of :func:`attach`.
 
     Attributes:
+        merges: whether tokens merge.
         runs: the last run of every node that samples, by its id, in the order in which they ended.
             Nothing else of a run is kept.
         running: the number of runs that have not ended.
@@ -171,6 +172,7 @@ class _Attachment:
     wants_details: Callable[[], bool] | None
     tuned: Measured | None
     is_quiet: bool
+    merges: bool
     runs: dict[str | None, LastRun] = field(default_factory=dict)
     running: int = 0
 
@@ -187,57 +189,57 @@ class _Attachment:
                 type(patcher.model).__name__,
             )
 
-    def merge(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
-        """Wrap one sampling run, which merges tokens, or is forecast where that saves little."""
-        if self.config.forecast and self._is_better_forecast(executor.class_obj, args, kwargs):
-            return self.forecast(executor, *args, **kwargs)
-        run = MergingRun(
+    def sample(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
+        """Wrap one sampling run."""
+        guider = executor.class_obj
+        given = {name: _argument(name, args, kwargs) for name in _ARGUMENTS}
+        forecasting = self._forecasting(guider, given)
+        merging = self._merging(given) if self.merges else None
+        run = SamplingRun(forecasting, merging)
+        others = {name: value for name, value in kwargs.items() if name not in given}
+        with self._kept() as keep, run.installed(guider.model_options):
+            given["callback"] = run.watching(given["callback"])
+            result = executor(*given.values(), *args[len(given) :], **others)
+            keep(run)
+        return result
+
+    def _merging(self, given: Mapping[str, Any]) -> MergingRun:
+        return MergingRun(
             self.config,
             self.make_strategy,
             self.on_step,
             self.wants_details is not None and self.wants_details(),
-            function_of(_argument("sampler", args, kwargs)),
-        )
-        with self._kept() as keep, run.installed(executor.class_obj.model_options):
-            result = _with_callback(executor, run.watching, args, kwargs)
-            keep(run)
-        return result
-
-    def _is_better_forecast(
-        self, guider: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> bool:
-        """Whether the steps of a run of a UNet are forecast."""
-        noise, sampler, sigmas = (
-            _argument(name, args, kwargs) for name in ("noise", "sampler", "sigmas")
-        )
-        model = guider.model_patcher
-        return (
-            is_unet(_network(model))
-            and suits_unet(sampler, sigmas)
-            and host_checks.changed_for_forecasts(model) is None
-            and saves_little(self.config, _network(model), picture_of(noise).shape)
+            function_of(given["sampler"]),
         )
 
-    def forecast(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
-        """Wrap one sampling run, of which some steps are forecast."""
-        sampler, sigmas, latent = (
-            _argument(name, args, kwargs) for name in ("sampler", "sigmas", "latent_image")
+    def _forecasting(self, guider: Any, given: Mapping[str, Any]) -> ForecastRun | None:
+        """What forecasts steps of a run; None if the settings leave its steps alone."""
+        config, network = self.config, _network(guider.model_patcher)
+        has_unet = is_unet(network)
+        if self.merges and not (has_unet and forecasts_unet(config, len(given["sigmas"]) - 1)):
+            return None
+        if self.merges and (
+            is_of_video(network)
+            or host_checks.changed_for_forecasts(guider.model_patcher) is not None
+        ):
+            return None
+        return ForecastRun(
+            config,
+            guider,
+            given["sampler"],
+            given["sigmas"],
+            is_empty(given["latent_image"]),
+            has_unet,
+            guarded(self.on_step),
         )
-        run = ForecastRun(
-            self.config, executor.class_obj, sampler, sigmas, is_empty(latent), self.on_step
-        )
-        with self._kept() as keep, run.installed():
-            result = _with_callback(executor, run.counting, args, kwargs)
-            keep(run)
-        return result
 
     @contextmanager
-    def _kept(self) -> Iterator[Callable[[MergingRun | ForecastRun], None]]:
+    def _kept(self) -> Iterator[Callable[[SamplingRun], None]]:
         """Count a run while it goes on; yields what reports it once it has ended well."""
         node = workflow.running_node()
         self.runs.pop(node, None)
 
-        def keep(run: MergingRun | ForecastRun) -> None:
+        def keep(run: SamplingRun) -> None:
             last_runs = run.finish(self.tuned)
             if last_runs:
                 self.runs[node] = last_runs[0]
@@ -249,19 +251,6 @@ class _Attachment:
             yield keep
         finally:
             self.running -= 1
-
-
-def _with_callback(
-    executor: WrapperExecutor,
-    wrap: Callable[[Callable[..., Any] | None], Callable[..., Any]],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> Any:
-    """Call ``CFGGuider.outer_sample`` with its callback wrapped."""
-    given = {name: _argument(name, args, kwargs) for name in _ARGUMENTS}
-    given["callback"] = wrap(given["callback"])
-    others = {name: value for name, value in kwargs.items() if name not in given}
-    return executor(*given.values(), *args[len(given) :], **others)
 
 
 def _argument(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -47,6 +47,7 @@ class ForecastRun:
     Attributes:
         count: the number of steps of the run.
         forecasts: its forecasts.
+        begun: when each step began, in seconds.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class ForecastRun:
         sampler: Any,
         schedule: torch.Tensor,
         starts_empty: bool,
+        is_unet: bool,
         on_step: Callable[[str], None] | None,
     ):
         """Prepare a run.
@@ -66,13 +68,15 @@ class ForecastRun:
             sampler: ComfyUI's sampler.
             schedule: noise levels, one more than there are steps.
             starts_empty: whether the latent holds no picture.
-            on_step: called once in every step with a short text on what was done.
+            is_unet: whether the model is a UNet.
+            on_step: called once in every step with a short text on what was done; in a UNet, only
+                where it is forecast, as merging says what else is done.
         """
         self.schedule: list[float] = schedule.tolist()
         self.count = len(self.schedule) - 1
-        self.forecasts = Forecasts(config.ratio)
+        self.forecasts = Forecasts(config.ratio, is_unet)
         self._steps_seen = 0
-        self._begun: dict[int, float] = {}
+        self.begun: dict[int, float] = {}
         self._config = config
         self._guider = guider
         self._sampling: Any = guider.model_patcher.get_model_object("model_sampling")
@@ -87,7 +91,10 @@ class ForecastRun:
         known = SAMPLERS.get(name)
         self._corrects = known is not None and known.corrects
         self._faster = FASTER if known is None else known.faster
-        self._reason = _obstacle(name, known, self._levels, self.count, guider.model_options)
+        self._is_unet = is_unet
+        self._reason: str | None = _obstacle(
+            name, known, self._levels, self.count, guider.model_options, is_unet
+        )
         takes_over = not starts_empty and self.schedule[0] < most
         if self._reason is None and takes_over and self._levels[0] < LEAST_SNR:
             # So many steps went before in nearly pure noise that fewer of them change little.
@@ -132,10 +139,9 @@ class ForecastRun:
             model=type(self._guider.model_patcher.model.model_config).__name__,
             config=self._config,
             counts=counts,
-            obstacle=self.reason,
+            unforecast=self.reason,
             tuned=tuned,
-            gain=gain_of(counts, self._config, self._begun) if counts.forecast_steps else None,
-            is_forecast=True,
+            gain=gain_of(counts, self._config, self.begun) if counts.forecast_steps else None,
         )
         return [last]
 
@@ -143,17 +149,15 @@ class ForecastRun:
         """Wrap the guided answer of a step."""
         # Reading the noise level waits for the GPU.
         x, sigma = args[0], float(args[1].max())
-        self._begun.setdefault(self._done, time.perf_counter())
+        self.begun.setdefault(self._done, time.perf_counter())
         options = args[2] if len(args) > 2 else kwargs.get("model_options", {})
         step = self._step(sigma, options)
-        if step is None:
-            self._show("model runs")
-            return executor(*args, **kwargs)
-        answer = self.forecasts.predict(step, x)
-        self._show("model runs" if answer is None else "forecast")
+        answer = None if step is None else self.forecasts.predict(step, x)
+        self._show(answer is not None)
         if answer is not None:
             return answer
-        return self.forecasts.observe(step, executor(*args, **kwargs))
+        answer = executor(*args, **kwargs)
+        return answer if step is None else self.forecasts.observe(step, answer)
 
     def _step(self, sigma: float, options: Mapping[str, Any]) -> Step | None:
         """The step of an evaluation; None if nothing is forecast any more."""
@@ -185,26 +189,23 @@ class ForecastRun:
             return reasons.UNGUIDED
         return reasons.MOMENTUM if has_momentum(options) else None
 
-    def _show(self, what: str) -> None:
+    def _show(self, is_forecast: bool) -> None:
         """Show what the step does, once."""
-        if self._done >= self._steps_seen:
-            self._steps_seen = self._done + 1
-            if self._on_step is not None:
-                self._on_step(f"{what}, step {self._done + 1}/{self.count}")
+        if self._done < self._steps_seen:
+            return
+        self._steps_seen = self._done + 1
+        if self._on_step is not None and (is_forecast or not self._is_unet):
+            what = "forecast" if is_forecast else "model runs"
+            self._on_step(f"{what}, step {self._done + 1}/{self.count}")
 
 
-def suits_unet(sampler: Any, schedule: torch.Tensor) -> bool:
-    """Whether the steps of a UNet may be forecast under a sampler and its noise levels.
+def forecasts_unet(config: ToMeConfig, count: int) -> bool:
+    """Whether steps of a UNet are forecast under some settings, in a run of ``count`` steps.
 
-    Short runs would be better off with fewer steps, and so would those that look back over levels
-    such as the scheduler *exponential* makes.
+    The preset *balanced* leaves short runs alone, as it promises the smallest change.
     """
-    known = SAMPLERS.get(function_of(sampler))
-    if known is None or not known.holds_on_unets or len(schedule) <= LONG:
-        return False
-    if known.faster == FASTER:
-        return True
-    return not are_geometric(log_snrs(schedule.tolist(), is_flow=False))
+    is_balanced = config.grows and config.scope == "module"
+    return config.forecast and config.ratio > 0 and (count >= LONG or not is_balanced)
 
 
 def _obstacle(
@@ -213,6 +214,7 @@ def _obstacle(
     levels: Sequence[float],
     count: int,
     options: Mapping[str, Any],
+    is_unet: bool,
 ) -> str | None:
     """Why nothing can be forecast in a run, as far as can be told before it.
 
@@ -222,11 +224,14 @@ def _obstacle(
         levels: the logarithm of signal to noise of every step.
         count: the number of steps.
         options: the model options of the guider.
+        is_unet: whether the model is a UNet.
     """
-    if known is None:
+    if known is None or (is_unet and not known.holds_on_unets):
         return reasons.sampler(name)
     if (obstacle := known.obstacle(levels, count)) is not None:
         return obstacle
+    if is_unet and known.faster != FASTER and are_geometric(levels):
+        return reasons.UNEVEN
     if "easycache" in options["transformer_options"]:
         return reasons.CACHE
     if "denoise_mask_function" in options:

@@ -5,7 +5,7 @@ them off again.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from threading import Lock
 from typing import Any
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from .. import reasons
 from ..merging.plan import Grid
 from ..ops.clock import Clock, has_nothing_to_do
-from ..patching.blocks import Observer, PatchedModel, uncompiled
+from ..patching.blocks import uncompiled
 from ..patching.engine import MakeStrategy
-from ..patching.evaluation import LEAST_SAVED, Run
+from ..patching.evaluation import Run
 from ..patching.schedule import Moment, is_active, step_index
 from ..report.last_run import LastRun
 from ..settings.config import ToMeConfig
@@ -285,13 +285,24 @@ class MergingRun:
         first = next(iter(self._begun.values()), None)
         return {step: clock.between(first, mark) for step, mark in self._begun.items()}
 
-    def finish(self, tuned: Measured | None) -> list[LastRun]:
+    def finish(
+        self,
+        tuned: Measured | None,
+        forecast_steps: Set[int] = frozenset(),
+        begun: Mapping[int, float] | None = None,
+    ) -> list[LastRun]:
         """The records of the run, one for each class of model; none if nothing was evaluated.
 
-        ``tuned`` is what ToMe Tune measured with these settings, None if it did not choose them.
+        Args:
+            tuned: what ToMe Tune measured with these settings, None if it did not choose them.
+            forecast_steps: the steps in which no model ran.
+            begun: when each step began, in seconds; None to take the times of this part.
         """
+        times = self._times if begun is None else lambda: begun
         last_runs = [
-            report.finish(run, model, tuned, self._times, self._others, self._gpu_waited)
+            report.finish(
+                *(run, model, tuned, times, self._others, self._gpu_waited, forecast_steps)
+            )
             for report, run, model in self._reports.values()
         ]
         return [last for last in last_runs if last is not None]
@@ -304,18 +315,6 @@ _COUNTS_OTHERWISE = ("dpm_fast", "dpm_adaptive", "ar_video")
 def noise_level(t: Tensor) -> float:
     """The highest noise level of some samples."""
     return max(t.flatten().tolist())
-
-
-def saves_little(config: ToMeConfig, network: nn.Module, shape: Sequence[int]) -> bool:
-    """Whether merging in a UNet of pictures is not done, as it would save little.
-
-    ``shape`` is the shape of the latent.
-    """
-    record = record_of(network)
-    patched = PatchedModel(record.in_effect(config), record, network, Observer())
-    saved = patched.saved_by_preset(record.grid(network, shape))
-    is_of_videos = any(block.stack.is_of_video for block in patched.blocks)
-    return not is_of_videos and saved is not None and saved < LEAST_SAVED
 
 
 def _recomputes(network: nn.Module) -> bool:

@@ -82,18 +82,21 @@ class RunReport(Observer):
         begun: Callable[[], Mapping[int, float]],
         others: Set[str],
         gpu_waited: bool,
+        forecast_steps: Set[int],
     ) -> LastRun | None:
         """The record of the run; None if an error, which is logged, prevented it.
 
         ``model`` is the BaseModel of ComfyUI that was evaluated, ``tuned`` as in the record,
-        ``begun`` returns when its steps began, ``others`` are the nodes that may be in the way, and
-        ``gpu_waited`` is whether the GPU waited for the host in most steps.
+        ``begun`` returns when its steps began, ``others`` are the nodes that may be in the way,
+        ``gpu_waited`` is whether the GPU waited for the host in most steps, and no model ran in
+        ``forecast_steps``.
         """
         try:
             counts, engine, patched = self._counts, run.engine, run.model
+            counts.forecast_steps = forecast_steps
             obstacle = log_line.obstacle(counts, patched.max_downsample, patched.shallowest)
             gain = None
-            if counts.merged:
+            if counts.merged or forecast_steps:
                 saved = patched.saved(self._latent)
                 gain = gain_of(
                     counts, patched.config, begun(), saved, patched.shallowest, gpu_waited
@@ -102,7 +105,7 @@ class RunReport(Observer):
                 model=type(model.model_config).__name__,
                 config=patched.config,
                 counts=counts,
-                obstacle=None if counts.merged else reasons.named(obstacle, others),
+                unmerged=None if counts.merged else reasons.named(obstacle, others),
                 backend=None if engine is None else (*engine.in_words(), engine.backend)[0],
                 recording=None if self._details is None else self._details.finish(),
                 gain=gain,

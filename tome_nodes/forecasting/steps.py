@@ -9,6 +9,10 @@ FIRST, FIRST_OF_MANY, MANY = 2, 3, 8
 """The model runs in the first ``FIRST`` steps, and in the first ``FIRST_OF_MANY`` if a run has at
 least ``MANY`` steps and is not settled. The earliest forecasts have the largest errors."""
 
+FIRST_ON_UNET = 5
+"""In a long run, a UNet runs in so many first steps: under strong guidance, its early answers go to
+and fro."""
+
 SHORTEST = FIRST + 2
 """A run has forecasts only from this many steps on."""
 
@@ -124,13 +128,17 @@ def are_geometric(levels: Sequence[float]) -> bool:
     return max(gaps) - min(gaps) < 0.01 * max(gaps)
 
 
-def first_steps(count: int, is_settled: bool) -> int:
+def first_steps(count: int, is_settled: bool, is_unet: bool = False) -> int:
     """The number of steps in which the model runs before the first forecast, in a run of
     ``count``."""
+    if is_unet and count >= LONG:
+        return FIRST_ON_UNET
     return FIRST_OF_MANY if count >= MANY and not is_settled else FIRST
 
 
-def steps_that_run(ratio: float, count: int, is_settled: bool) -> frozenset[int]:
+def steps_that_run(
+    ratio: float, count: int, is_settled: bool, is_unet: bool = False
+) -> frozenset[int]:
     """The steps of a run in which the model runs; the others are forecast.
 
     Args:
@@ -138,8 +146,9 @@ def steps_that_run(ratio: float, count: int, is_settled: bool) -> frozenset[int]
             one of them is.
         count: the number of steps of the run, at least 1.
         is_settled: whether answers change little from the start of the run.
+        is_unet: whether the model is a UNet.
     """
-    first = first_steps(count, is_settled)
+    first = first_steps(count, is_settled, is_unet)
     between = max(0, count - 1 - first)
     running = min(round(between * (1 - ratio)), max(0, between - 1))
     steps, latest = {*range(min(first, count)), count - 1}, first - 1

@@ -1,6 +1,7 @@
 """What one sampling run merged, counted."""
 
 from collections import Counter
+from collections.abc import Set
 
 from ..patching.blocks import Evaluated, Observer
 
@@ -33,7 +34,7 @@ class Counts(Observer):
         self.left_out: dict[str, set[str]] = {}
         self.unweighted_reasons: set[str] = set()
         self.merged_steps: set[int] = set()
-        self.forecast_steps: set[int] = set()
+        self.forecast_steps: Set[int] = set()
         self._seen: set[tuple[int, str, int]] = set()
         self._reasons: Counter[str] = Counter()
         self._reasons_of_idle: Counter[str] = Counter()

@@ -45,7 +45,7 @@ def gain_of(
     shallowest: int = 1,
     gpu_waited: bool = False,
 ) -> Gain:
-    """What a run gained in which tokens merged or steps were forecast.
+    """What a run gained by merging or forecasting.
 
     ``begun`` is when each of its steps began on the device, in seconds.
     ``saved`` is the share of the multiplications that a merged step saves, None if that is not
@@ -60,6 +60,9 @@ def gain_of(
         is_forecast = bool(counts.forecast_steps)
         one, other = ("with the model", "forecast") if is_forecast else ("on all tokens", "merged")
         words = f"a step took {seconds(long)} {one}, {seconds(short)} {other}"
+        if is_forecast and counts.merged:
+            # How long the model would take on all tokens is not known.
+            words += f"; {_expected(counts, config, saved)}"
         if short * FASTER < long:
             less, total = len(steps) * (long - short), long * counts.total_steps
             return Gain(f"saved {seconds(less)} ({less / total:.0%}): {words}", True)
@@ -67,7 +70,8 @@ def gain_of(
     words = gain.words
     if gpu_waited:
         words += f"; {reasons.GPU_WAITS}"
-    if shallowest > 1 and config.scope == "module" and not config.merge_mlp:
+    is_of_attention = config.scope == "module" and not config.merge_mlp
+    if counts.merged and shallowest > 1 and is_of_attention:
         words += f"; {reasons.LITTLE_ATTENTION}"
     return Gain(words, gain.is_measured)
 

@@ -20,11 +20,11 @@ class LastRun:
     Attributes:
         model: the host's name for the kind of model.
         config: the settings.
-        counts: what was merged.
-        obstacle: why nothing was merged or forecast, None if something was.
+        counts: what was merged and forecast.
+        unmerged: why nothing was merged; None if something was, or if nothing was to be.
+        unforecast: the same of forecasts.
         tuned: what ToMe Tune measured with these settings, None if it did not choose them.
         gain: what the run gained; None if nothing was merged or forecast.
-        is_forecast: whether steps were to be forecast, in place of merging.
         backend: for example ``torch``, with the reason if it is not Triton; None if the run never
             chose one.
         recording: the details, None if no ToMe Report was connected when the run began.
@@ -33,26 +33,31 @@ class LastRun:
     model: str
     config: ToMeConfig
     counts: Counts
-    obstacle: str | None
     tuned: Measured | None
+    unmerged: str | None = None
+    unforecast: str | None = None
     gain: Gain | None = None
-    is_forecast: bool = False
     backend: str | None = None
     recording: Recording | None = None
 
     @property
     def nothing(self) -> str | None:
-        """What did not happen and why, such as ``nothing merged: too few``; None if it happened."""
-        what = "nothing was forecast" if self.is_forecast else "nothing merged"
-        return None if self.obstacle is None else f"{what}: {self.obstacle}"
+        """Why nothing was done, such as ``nothing merged: too few``; None if anything was."""
+        if self.counts.merged or self.counts.forecast_steps:
+            return None
+        both = ("nothing merged", self.unmerged), ("nothing was forecast", self.unforecast)
+        return "; ".join(f"{what}: {why}" for what, why in both if why is not None)
 
     @property
     def line(self) -> str:
-        """What was merged or forecast, or why nothing was: the same for runs that are alike."""
+        """What was merged and forecast, or why nothing was: the same for runs that are alike."""
         if self.nothing is not None:
             return self.nothing
         backend = [] if self.backend in (None, "torch") else [self.backend]
-        return log_line.log_line(self.counts, self.config, backend, self.tuned)
+        done = log_line.log_line(self.counts, self.config, backend, self.tuned)
+        # Where steps are forecast, it does not matter why nothing merges.
+        missing = "" if self.unforecast is None else f"; nothing was forecast: {self.unforecast}"
+        return done + missing
 
     def log(self, node: str | None = None, alike: int = 1) -> None:
         """Log the line, and what the run gained.

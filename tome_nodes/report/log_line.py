@@ -16,17 +16,19 @@ def log_line(
     """The log line of a run, or of the first call of a kind: what merged, and whether it helped.
 
     For example ``merged 5/16 blocks (4096 -> 2048 tokens), 20/20 steps, ratio 0.50``, or
-    ``forecast 2/8 steps (4, 7)``, counted from 1. The backend is given as
+    ``forecast 2/8 steps (4, 7)``, counted from 1, or both. The backend is given as
     :meth:`tome_nodes.patching.engine.Engine.in_words` returns it.
     """
-    if counts.forecast_steps:
-        steps = ", ".join(str(step + 1) for step in sorted(counts.forecast_steps))
-        done = [f"forecast {len(counts.forecast_steps)}/{counts.total_steps} steps ({steps})"]
-    else:
+    done = []
+    if counts.merged:
         blocks = f"{counts.merged_blocks}/{counts.blocks_present} blocks"
-        done = [f"merged {blocks} ({sizes(counts)})"]
+        done += [f"merged {blocks} ({sizes(counts)})"]
         if counts.total_steps:
             done.append(f"{len(counts.merged_steps)}/{counts.total_steps} steps")
+    if counts.forecast_steps:
+        steps = ", ".join(str(step + 1) for step in sorted(counts.forecast_steps))
+        done += [f"forecast {len(counts.forecast_steps)}/{counts.total_steps} steps ({steps})"]
+    if counts.merged:
         done += settings(config, counts.frames)
     measured = [] if tuned is None else [times(tuned)]
     return ", ".join([*done, *backend, *deviations(counts), *measured])

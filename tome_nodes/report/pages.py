@@ -113,13 +113,13 @@ def in_words(run: LastRun) -> list[str]:
     if run.nothing is not None:
         lines = [run.nothing[0].upper() + run.nothing[1:]]
     else:
-        blocks = f"{counts.merged_blocks} of {counts.blocks_present} blocks"
-        lines = [
-            f"Forecast: {len(counts.forecast_steps)} of {total} steps"
-            if run.is_forecast
-            else f"Merged: {blocks}, {log_line.sizes(counts)}",
-            f"Helped: {_helped(run)}",
-        ]
+        lines = []
+        if counts.merged:
+            blocks = f"{counts.merged_blocks} of {counts.blocks_present} blocks"
+            lines += [f"Merged: {blocks}, {log_line.sizes(counts)}"]
+        if counts.forecast_steps:
+            lines += [f"Forecast: {len(counts.forecast_steps)} of {total} steps"]
+        lines += [f"Helped: {_helped(run)}"]
         if run.tuned is None and run.gain is not None and not run.gain.is_measured:
             hint = hint or UNMEASURED
     if hint is not None:
@@ -129,8 +129,9 @@ def in_words(run: LastRun) -> list[str]:
         lines += [_times_in_words(run.recording), steps]
     lines += [f"Model: {run.model}"]
     config = run.config
+    merges = counts.merged or run.unmerged is not None
     settings = [log_line.ratio(config)]
-    if not run.is_forecast:
+    if merges:
         settings = log_line.settings(config, counts.frames, defaults=True)
     if (config.start_percent, config.end_percent) != (0, 1):
         settings += [f"start_percent {config.start_percent:g}, end_percent {config.end_percent:g}"]

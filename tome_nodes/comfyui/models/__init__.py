@@ -16,6 +16,12 @@ def is_unet(model: nn.Module) -> bool:
     return record is not None and record.is_unet
 
 
+def is_of_video(model: nn.Module) -> bool:
+    """Whether a UNet makes videos."""
+    record = _known_record(model)
+    return record is not None and any(stack.is_of_video for stack in record.stacks(model))
+
+
 def check_forecasts(model: nn.Module) -> None:
     """Check that the steps of a diffusion model can be forecast.
 
