@@ -134,13 +134,13 @@ class ModuleBlock(Block):
         if not self._attends_to_itself:
             # Its keys are text, as in the x4 upscaler, so only its queries merge.
             if config.merge_attn:
-                overrides.append((block.attn1, "forward", self._run_attention(block.attn1)))
+                overrides.append((block.attn1, "forward", self._run_module(block.attn1)))
         elif config.merge_attn or config.scope != "module":
             overrides.append((block.attn1, "forward", self._run_self_attention(block.attn1)))
         if block.attn2 is not None and config.merge_crossattn:
-            overrides.append((block.attn2, "forward", self._run_attention(block.attn2)))
+            overrides.append((block.attn2, "forward", self._run_module(block.attn2)))
         if config.merge_mlp:
-            overrides.append((block.ff, "forward", self._run_module(block.ff.forward)))
+            overrides.append((block.ff, "forward", self._run_module(block.ff)))
         return overrides
 
     def overrides_of_stack(self) -> list[Override]:
@@ -285,25 +285,18 @@ class ModuleBlock(Block):
             return None
         return Grid(height, width)
 
-    def _run_module(self, forward: Forward) -> Forward:
+    def _run_module(self, module: Any) -> Forward:
+        """The forward of a feed-forward network, or of an attention whose queries merge."""
+        forward = module.forward
+        attention = None if module is self.module.ff else module
+
         def module_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             plan = self._plan
-            if plan is None or not self._takes(plan, x, kwargs):
+            if plan is None or not self._takes(plan, x, kwargs, attention):
                 return forward(x, *args, **kwargs)
             return plan.unmerge(forward(plan.merge(x), *args, **kwargs))
 
         return module_forward
-
-    def _run_attention(self, attention: Any) -> Forward:
-        """The forward of an attention whose queries merge."""
-        own: Forward = attention.forward
-        merged = self._run_module(own)
-
-        def attention_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            is_in = self._plan is not None and self._may_merge(attention)
-            return (merged if is_in else own)(x, *args, **kwargs)
-
-        return attention_forward
 
     def _run_self_attention(self, attention: Any) -> Forward:
         config, forward = self.model.config, attention.forward
@@ -315,7 +308,7 @@ class ModuleBlock(Block):
                 return forward(x, *args, **self._weigh(outer, x, args, kwargs))
             if plan is None or not config.merge_attn:
                 return forward(x, *args, **kwargs)
-            if not self._attends_to_merged(attention, plan, x, args, kwargs):
+            if not self._takes(plan, x, kwargs, attention, args):
                 return forward(x, *args, **kwargs)
             return self._attend_on_merged(merged, plan, x, *args, **kwargs)
 
@@ -332,7 +325,7 @@ class ModuleBlock(Block):
             if plan is None:
                 return forward(x, *args, **kwargs)
             self.outcome.entered(x.shape[1])
-            if self._attends_to_merged(attention, plan, x, args, kwargs):
+            if self._takes(plan, x, kwargs, attention, args):
                 y = self._attend_on_merged(merged, plan, x, *args, **kwargs)
             else:
                 y = forward(x, *args, **kwargs)
@@ -438,44 +431,40 @@ class ModuleBlock(Block):
         if self.record.weigh_keys is None:
             weights.note(reasons.NO_WEIGHTS)
             return kwargs
-        if self._has_other_keys(args, kwargs):
+        if self.record.source and self._has_other_keys(args, kwargs):
             weights.note(reasons.CALLED_DIFFERENTLY)
             return kwargs
         return self.record.weigh_keys(kwargs, weights, self.stored)
 
-    def _attends_to_merged(
+    def _has_other_keys(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether other code gives the keys of a self-attention, where the host does not."""
+        return bool(args) or kwargs.get(self.record.source) is not None
+
+    def _takes(
         self,
-        attention: Any,
         plan: Plan,
         x: Tensor,
-        args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        attention: Any = None,
+        args: tuple[Any, ...] = (),
     ) -> bool:
-        """Whether a self-attention can run on ``x`` merged by the plan; noted in the outcome."""
-        if not self._may_merge(attention):
+        """Whether a module can run on ``x`` merged by the plan; noted in the outcome.
+
+        ``attention`` is the module if it is one, and ``args`` are the positional arguments of a
+        self-attention after the tokens.
+        """
+        outcome, record = self.outcome, self.record
+        reason = None
+        if attention is not None and record.in_the_way is not None:
+            reason = record.in_the_way(attention)
+        # Only a self-attention has the block's own tokens as keys.
+        is_own = bool(record.source) and self._attends_to_itself and attention is self.module.attn1
+        if reason is None and is_own and self._has_other_keys(args, kwargs):
+            reason = reasons.OTHER_KEYS
+        if reason is not None:
+            outcome.left_out = outcome.reason = reason
             return False
-        if self._has_other_keys(args, kwargs):
-            self.outcome.left_out = self.outcome.reason = reasons.OTHER_KEYS
-            return False
-        return self._takes(plan, x, kwargs)
-
-    def _may_merge(self, attention: Any) -> bool:
-        """Whether an attention may run on merged tokens; noted in the outcome."""
-        in_the_way = self.record.in_the_way
-        if in_the_way is None or (reason := in_the_way(attention)) is None:
-            return True
-        self.outcome.left_out = self.outcome.reason = reason
-        return False
-
-    def _has_other_keys(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether other code gives the keys of a self-attention, where a host never does."""
-        name = self.record.source
-        return bool(name and (args or kwargs.get(name) is not None))
-
-    def _takes(self, plan: Plan, x: Tensor, kwargs: dict[str, Any]) -> bool:
-        """Whether a module can run on ``x`` merged by the plan; noted in the outcome."""
-        outcome = self.outcome
-        for name in self.record.masks:
+        for name in record.masks:
             if kwargs.get(name) is not None:
                 outcome.reason = reasons.ATTENTION_MASKED
                 return False
