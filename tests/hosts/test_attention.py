@@ -4,6 +4,7 @@ import inspect
 from contextlib import ExitStack
 from functools import partial
 from types import SimpleNamespace
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from tome_nodes.comfyui.models.base import OVERRIDE
 from tome_nodes.comfyui.models.unet import weigh_keys
 from tome_nodes.merging.plan import Grid, Plan
 from tome_nodes.ops import TORCH
+from tome_nodes.patching import attention_trial
 from tome_nodes.patching.attention_trial import Tried, try_out
 from tome_nodes.patching.key_weights import (
     Capabilities,
@@ -69,6 +71,12 @@ def weighed(function, q, k, v, sizes, notes, options=None, capable=OLD, **kwargs
     out = function(q, k, v, HEADS, **called, **kwargs)
     notes.append(told[-1])
     return out
+
+
+@pytest.fixture(autouse=True)
+def untried_functions(monkeypatch):
+    """Functions are tried anew: the same one stands for several."""
+    monkeypatch.setattr(attention_trial, "_results", WeakKeyDictionary())
 
 
 @pytest.mark.parametrize("channels", [40, 64, 80])

@@ -471,6 +471,32 @@ def test_gradients_through_merged_tokens_are_those_of_finite_differences(unet):
     assert difference.item() == pytest.approx((sample.grad * way).sum().item(), rel=1e-4)
 
 
+DYNAMIC = {
+    "plain": None,
+    "defaults": {},
+    "window": {"scope": "stack", "strategy": "window"},
+    "balanced": {"preset": "balanced"},
+    "fast": {"preset": "fast"},
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", DYNAMIC)
+def test_one_graph_serves_batches_of_any_size_that_are_marked_as_dynamic(fresh_compiler, name):
+    unet, graphs = make_unet("one_level"), CompileCounter()
+    if DYNAMIC[name] is not None:
+        tome_nodes.apply_patch(unet, **DYNAMIC[name])
+    expected = {batch: call(unet, batch=batch, grid=(32, 32)) for batch in (2, 3, 5)}
+    compiled = torch.compile(unet, backend=graphs, fullgraph=True)
+    for batch, output in expected.items():
+        given = inputs(unet, batch=batch, grid=(32, 32))
+        for tensor in given.values():
+            torch._dynamo.mark_dynamic(tensor, 0)
+        actual = compiled(timestep=torch.tensor(500), **given).sample
+        assert relative_error(actual, output) < ROUNDING
+    assert graphs.frame_count == 1
+
+
 def test_gradients_also_reach_merged_tokens_after_kernels_have_merged_without(unet):
     """They need plain torch. On a CPU, the kernels are interpreted."""
     pytest.importorskip("triton", "3.6", reason="the kernels need Triton 3.6")

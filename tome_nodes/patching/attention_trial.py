@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -45,15 +46,26 @@ class Tried:
     ways: tuple[Way, ...]
 
 
+_results: WeakKeyDictionary[Attention, dict[tuple[torch.device, torch.dtype], Tried]] = (
+    WeakKeyDictionary()
+)
+"""The results of trials, by function, device and dtype."""
+
+
 def try_out(function: Attention, device: torch.device, dtype: torch.dtype) -> Tried:
-    """Try an attention function on tiny tensors of a device and dtype.
+    """What trying an attention function on tiny tensors of a device and dtype shows, once.
 
     Raises:
         torch.OutOfMemoryError: the device has no room for them.
     """
-    name = getattr(function, "__name__", "an unknown attention function")
-    ways = _WORTH_IT.get(name, _ANY)
-    return Tried(name, tuple(way for way in ways if _is_right(function, way, device, dtype)))
+    results = _results.setdefault(function, {})
+    place = device, dtype
+    if place not in results:
+        name = getattr(function, "__name__", "an unknown attention function")
+        ways = _WORTH_IT.get(name, _ANY)
+        right = tuple(way for way in ways if _is_right(function, way, device, dtype))
+        results[place] = Tried(name, right)
+    return results[place]
 
 
 def in_channels(

@@ -12,9 +12,11 @@ from typing import Any
 from torch import nn
 
 from ..merging.plan import Grid
+from ..ops import TORCH
 from ..settings.config import ToMeConfig
-from ..strategies import strategy_class
+from ..strategies import make_strategy
 from ..strategies.cells import growth_of, share_of
+from ..strategies.strategy import Strategy
 
 Layer = tuple[str, nn.Module, int]
 """A module of a UNet: its path, itself, and how many times smaller than the latent its output
@@ -48,13 +50,14 @@ class BlockWork:
         linear = self.queries * queries + self.keys * keys + self.cross * cross + self.mlp * mlp
         return attention + linear
 
-    def saved(self, config: ToMeConfig, tokens: int, in_stacks: bool, cap: float) -> float:
+    def saved(self, config: ToMeConfig, strategy: Strategy, grid: Grid, in_stacks: bool) -> float:
         """The multiplications that merging saves, in whole stacks or where the settings say.
 
-        ``cap`` is the largest share of the tokens that can merge.
+        ``strategy`` says how many tokens of the block's grid stay.
         """
+        tokens = grid.tokens
         share = share_of(config.largest_ratio, tokens, growth_of(config, in_stacks))
-        few = tokens * (1 - min(share, cap))
+        few = strategy.slots(grid, share)
         plain = self.on(tokens, tokens, tokens, tokens)
         if in_stacks:
             return plain - self.on(few, few, few, few)
@@ -101,12 +104,12 @@ class Work:
             deepest: how many times smaller than the latent the smallest map that merges is.
         """
         saved = 0.0
-        cap = strategy_class(config).ratio_cap(config)
+        strategy = make_strategy(config, TORCH)
         for block in self._blocks:
-            tokens = latent.downsampled(block.level).tokens
-            if tokens >= least and block.level <= deepest:
+            grid = latent.downsampled(block.level)
+            if grid.tokens >= least and block.level <= deepest:
                 in_stacks = config.scope == "stack" and not block.only_keys
-                saved += block.saved(config, tokens, in_stacks, cap)
+                saved += block.saved(config, strategy, grid, in_stacks)
         return saved / self.of(latent)
 
 

@@ -68,6 +68,10 @@ class CellStrategy(Strategy):
     def ratio_cap(cls, config: ToMeConfig, frames: int = 1) -> float:
         return _share_allowed(_cell_sizes(config, frames)[-1])
 
+    def slots(self, grid: Grid, ratio: float) -> int:
+        _, merges = self.cut(grid, ratio)
+        return grid.tokens - merges
+
     def begin(self, key: Tensor) -> None:
         self._key = key
         self._splits = {}

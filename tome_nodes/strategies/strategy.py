@@ -19,6 +19,10 @@ class Strategy:
         """The largest share of the tokens that can merge, given the number of frames."""
         return 1.0
 
+    def slots(self, grid: Grid, ratio: float) -> int:
+        """How many slots the plan of a grid has; as many as there are tokens if none merge."""
+        return grid.tokens - int(grid.tokens * ratio)
+
     def begin(self, key: Tensor) -> None:
         """Begin an evaluation. ``key``, a scalar int64 tensor, decides its random picks."""
 

@@ -72,6 +72,13 @@ class WindowStrategy(CellStrategy):
         )
         return _match_pieces(features, pieces, windows.quota, self.ops)
 
+    def slots(self, grid: Grid, ratio: float) -> int:
+        cells, high, wide, quota = self.windows(grid, ratio)
+        if quota == 0:
+            return grid.tokens
+        windows = (cells.count.height // high) * (cells.count.width // wide)
+        return grid.tokens - windows * quota
+
     def windows(self, grid: Grid, ratio: float) -> Windows:
         """How a grid is cut; windows share the merges equally, rounded to the nearest."""
         cells, merges = self.cut(grid, ratio)
@@ -172,7 +179,8 @@ def _pieces(features: Tensor, src: Tensor, dst: Tensor) -> _Pieces:
     """All windows; arguments as of :func:`match_windows`."""
     batch, tokens, channels = features.shape
     windows = at_once = src.shape[0]
-    if features.device.type == "cpu":
+    # A compiler would make a graph for each batch.
+    if features.device.type == "cpu" and not torch.compiler.is_compiling():
         at_once = max(1, _CPU_FEATURES_AT_ONCE // (batch * channels * src.shape[1]))
     every = torch.arange(batch * tokens, device=features.device).view(batch, tokens)
     first = every[:, :1, None]
