@@ -223,8 +223,15 @@ class _Attachment:
         sampler, sigmas, latent = (
             _argument(name, args, kwargs) for name in ("sampler", "sigmas", "latent_image")
         )
+        guider = executor.class_obj
         run = ForecastRun(
-            self.config, executor.class_obj, sampler, sigmas, is_empty(latent), self.on_step
+            self.config,
+            guider,
+            sampler,
+            sigmas,
+            is_empty(latent),
+            is_unet(_network(guider.model_patcher)),
+            self.on_step,
         )
         with self._kept() as keep, run.installed():
             result = _with_callback(executor, run.counting, args, kwargs)

@@ -56,6 +56,7 @@ class ForecastRun:
         sampler: Any,
         schedule: torch.Tensor,
         starts_empty: bool,
+        is_unet: bool,
         on_step: Callable[[str], None] | None,
     ):
         """Prepare a run.
@@ -66,16 +67,18 @@ class ForecastRun:
             sampler: ComfyUI's sampler.
             schedule: noise levels, one more than there are steps.
             starts_empty: whether the latent holds no picture.
+            is_unet: whether the model is a UNet.
             on_step: called once in every step with a short text on what was done.
         """
         self.schedule: list[float] = schedule.tolist()
         self.count = len(self.schedule) - 1
-        self.forecasts = Forecasts(config.ratio)
+        self.forecasts = Forecasts(config.ratio, is_unet)
         self._steps_seen = 0
         self._begun: dict[int, float] = {}
         self._config = config
         self._guider = guider
         self._sampling: Any = guider.model_patcher.get_model_object("model_sampling")
+        self._is_unet = is_unet
         self._is_flow = isinstance(self._sampling, CONST)
         self._levels = log_snrs(self.schedule[:-1], self._is_flow)
         most = float(self._sampling.sigma_max)
@@ -169,7 +172,7 @@ class ForecastRun:
             count=self.count,
             log_snr=log_snr(sigma, self._is_flow),
             course=(is_true, course_of(self._guider, options, sigma)),
-            is_even=is_even(self._levels, index, self._faster),
+            is_even=is_even(self._levels, index, self._faster, self._is_unet),
             latent_share=latent_share(self.schedule, index) if self._corrects else None,
             is_active=is_active(self._config, sigma, self._sampling.percent_to_sigma),
             from_noise=self._from_noise,

@@ -19,7 +19,7 @@ from .. import reasons
 from .steps import LEAST_SNR, LONG, SHORTEST, TOO_CLOSE, Step, first_steps, steps_that_run
 
 _DAMPING = 0.7
-"""The share of the extrapolated change that a forecast contains."""
+"""The share of the extrapolated change that a forecast contains, on UNets at most."""
 
 _MOST_CHANGE = 3.0
 """A forecast adds at most this many times the last change. At the start of a run with a high shift,
@@ -48,10 +48,13 @@ class _Answer:
 
 @dataclass(frozen=True)
 class _Forecast:
-    """A forecast: its step, and how many times the last change was added to the last answer."""
+    """A forecast: its step, and how many times the last change was added to the last answer.
+
+    On UNets, the latter is a tensor that differs from sample to sample.
+    """
 
     step: Step
-    share: float
+    share: float | Tensor
 
 
 @dataclass(eq=False)
@@ -64,12 +67,14 @@ class _Line:
         forecasts: the forecasts since the last of them.
         product: the inner product of the last change of answers and the one before. It is negative
             where answers turn back, as early under strong guidance; no line leads on from there.
+        came: the share that came of the last change that the line foretold, ``[batch]`` float32.
     """
 
     answers: list[_Answer] = field(default_factory=list)
     forecasts: list[_Forecast] = field(default_factory=list)
     total: int = 0
     product: Tensor | None = None
+    came: Tensor | None = None
 
     def add(self, new: _Answer) -> None:
         """Add an answer."""
@@ -77,11 +82,27 @@ class _Line:
             self.answers.pop()
             self.total -= 1
         if len(self.answers) == 2:
-            first, last = (answer.denoised for answer in self.answers)
-            self.product = ((last - first).float() * (new.denoised - last).float()).sum()
+            first, last = self.answers
+            before = (last.denoised - first.denoised).float().flatten(1)
+            after = (new.denoised - last.denoised).float().flatten(1)
+            self.product = (before * after).sum()
+            foretold = before * _times(first.step, last.step, new.step)
+            came = (foretold * after).sum(1) / foretold.square().sum(1)
+            # Nothing came of no change.
+            self.came = came.nan_to_num(0.0)
         self.answers = [*self.answers[-1:], new]
         self.forecasts = []
         self.total += 1
+
+    def trusted(self, like: Tensor) -> Tensor:
+        """How far each sample's line is trusted, from 0 to 1, ``[batch, 1, ...]``.
+
+        It is if ``_DAMPING`` or more came of the last change that the line foretold. Under strong
+        guidance less comes, and nothing where answers go to and fro.
+        """
+        assert self.came is not None
+        trusted = (self.came / _DAMPING).clamp(0, 1)
+        return trusted.to(like).view(-1, *[1] * (like.ndim - 1))
 
     @property
     def latest(self) -> int:
@@ -99,10 +120,10 @@ class Forecasts:
         steps: the steps that were forecast.
     """
 
-    def __init__(self, ratio: float):
-        """For ``ratio``, see :func:`tome_nodes.forecasting.steps.steps_that_run`."""
+    def __init__(self, ratio: float, is_unet: bool = False):
+        """For the arguments, see :func:`tome_nodes.forecasting.steps.steps_that_run`."""
         self.steps: set[int] = set()
-        self._ratio = ratio
+        self._ratio, self._is_unet = ratio, is_unet
         self._lines: list[_Line] = []
         self._latest: Step | None = None
         self._form: Hashable = None
@@ -128,8 +149,10 @@ class Forecasts:
         first, last = line.answers
         if last.denoised.shape != latent.shape:
             return None
-        change = (step.log_snr - last.step.log_snr) / (last.step.log_snr - first.step.log_snr)
-        share = min(_DAMPING * change, _MOST_CHANGE)
+        times = _times(first.step, last.step, step)
+        share: float | Tensor = min(_DAMPING * times, _MOST_CHANGE)
+        if self._is_unet and line.came is not None:
+            share = (line.trusted(latent) * _DAMPING * times).clamp(max=_MOST_CHANGE)
         line.forecasts.append(_Forecast(step, share))
         self.steps.add(step.index)
         return torch.lerp(first.denoised, last.denoised, 1 + share)
@@ -150,6 +173,8 @@ class Forecasts:
         if line.forecasts and step.latent_share is not None:
             corrected = _corrected(line, new, step.latent_share)
         line.add(new)
+        if corrected is not None and self._is_unet and line.came is not None:
+            corrected = torch.lerp(denoised, corrected, line.trusted(denoised))
         if step.index == 1:
             self._settled = self._settled is not False and _is_settled(line)
         return denoised if corrected is None else corrected
@@ -192,7 +217,7 @@ class Forecasts:
             why = reasons.CHANGES
         elif not step.is_even:
             why = reasons.UNEVEN
-        elif self._turns:
+        elif self._turns and not self._is_unet:
             why = reasons.TURNS
         else:
             return True
@@ -204,14 +229,19 @@ class Forecasts:
         is_settled = self._is_settled(step)
         if is_settled and step.from_noise and step.count < _SHORTEST_EDIT:
             return frozenset(range(step.count))
-        return steps_that_run(self._ratio, step.count, is_settled)
+        return steps_that_run(self._ratio, step.count, is_settled, self._is_unet)
 
     def _first(self, step: Step) -> int:
         """The number of answers that the first forecast, also after a change, has to follow."""
-        return first_steps(step.count, self._is_settled(step))
+        return first_steps(step.count, self._is_settled(step), self._is_unet)
 
     def _is_settled(self, step: Step) -> bool:
         return step.count < LONG and self._settled is True
+
+
+def _times(first: Step, last: Step, now: Step) -> float:
+    """How many times as far it is from the last step to this one as from the first to the last."""
+    return (now.log_snr - last.log_snr) / (last.log_snr - first.log_snr)
 
 
 def _is_settled(line: _Line) -> bool:
@@ -238,7 +268,8 @@ def _corrected(line: _Line, now: _Answer, latent_share: float) -> Tensor | None:
     first, last = line.answers
     # What the latent lacks: ``after`` times the change from the last answer to this one, minus
     # ``before`` times the change between the two answers before.
-    after = before = 0.0
+    after = 0.0
+    before: float | Tensor = 0.0
     longest = 1 - latent_share
     distance = now.step.log_snr - last.step.log_snr
     if distance < TOO_CLOSE:
@@ -255,4 +286,4 @@ def _corrected(line: _Line, now: _Answer, latent_share: float) -> Tensor | None:
     # much larger than the error.
     weight = latent_share / longest + _RESPONSE
     changed = torch.lerp(last.denoised, now.denoised, 1 + weight * after)
-    return changed.sub_(last.denoised - first.denoised, alpha=weight * before)
+    return changed.sub_((last.denoised - first.denoised) * (weight * before))
