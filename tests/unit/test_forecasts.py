@@ -44,6 +44,23 @@ def test_steps_between_the_first_and_the_last_are_forecast(ratio, is_settled, ex
     assert "".join("FR"[step in running] for step in range(len(expected))) == expected
 
 
+@pytest.mark.parametrize(
+    ("ratio", "expected"),
+    [
+        (0.3, "RRRRRRRRRRFRFRFRFRFR"),
+        (0.6, "RRRRFRFRFRFRFRFFRFFR"),
+        (0.6, "RRRRFRFRFRFRFRFRFFRFFRFFR"),
+        (0.75, "RRRRFFRFFRFFRFFRFFFR"),
+        (1.0, "RRRRFFFFFFFFFFFFFFFR"),
+        # Short runs are as those of other models.
+        (0.6, "RRRFRFRFFRFR"),
+    ],
+)
+def test_a_long_run_of_a_unet_is_forecast_later_and_twice_in_a_row_only_at_the_end(ratio, expected):
+    running = steps_that_run(ratio, len(expected), False, is_unet=True)
+    assert "".join("FR"[step in running] for step in range(len(expected))) == expected
+
+
 @pytest.mark.parametrize(("count", "changes"), [(4, []), (8, [0.4, 0.65, 0.9]), (20, [0.1, 0.2])])
 def test_a_run_changes_from_the_ratios_on_that_its_tooltip_names(count, changes):
     """The first of them; those of a run that is not settled."""
@@ -225,6 +242,63 @@ def test_an_answer_stays_as_it_is_where_nothing_is_known_of(share, last_share, i
     assert run(kept, at(index, level, latent_share=last_share), answer) is answer
 
 
+def unet_after(*answers, is_unet=True):
+    """What is kept after these answers of a long run, a level of 1 apart; a forecast comes next."""
+    kept = Forecasts(1.0, is_unet=is_unet)
+    for index, answer in enumerate(answers, start=4 - len(answers)):
+        run(kept, at(index, index - 4.0, 20, is_active=False), answer)
+    return kept
+
+
+FIFTH = at(4, 0.0, 20, latent_share=0.8)
+
+
+@pytest.mark.parametrize(
+    ("came", "share"), [(-0.5, 0.0), (0.0, 0.0), (0.4, 0.4), (0.7, 0.7), (1.5, 0.7)]
+)
+def test_a_forecast_of_a_unet_goes_on_as_far_as_the_line_held_last_time(came, share):
+    """In each sample; the other one goes straight on."""
+    change = latent(1)
+    shares = torch.tensor([came, 1.0]).view(2, 1, 1, 1)
+    last = ONE + change + shares * change
+    forecast = unet_after(latent(2), ONE, ONE + change, last).predict(FIFTH, ONE)
+    taken = torch.tensor([share, 0.7]).view(2, 1, 1, 1)
+    assert torch.allclose(forecast, last + taken * shares * change, atol=1e-5)
+
+
+@pytest.mark.parametrize(("came", "trusted"), [(-0.5, 0.0), (0.35, 0.5), (1.0, 1.0)])
+def test_an_answer_of_a_unet_makes_up_for_forecasts_as_far_as_the_line_holds(came, trusted):
+    """A line that foretold nothing of the answer says nothing of what lies between either."""
+    change = latent(1)
+    corrected = {}
+    for is_unet in (False, True):
+        kept = unet_after(*(ONE + index * change for index in range(4)), is_unet=is_unet)
+        assert kept.predict(FIFTH, ONE) is not None
+        answer = ONE + 3 * change + came * 2 * change
+        # The step was to be forecast, too.
+        last = at(5, 1.0, 20, latent_share=0.7, is_active=False)
+        corrected[is_unet] = run(kept, last, answer) - answer
+    assert corrected[False].abs().max() > 0.01
+    assert torch.allclose(corrected[True], trusted * corrected[False], atol=1e-5)
+
+
+def test_a_unet_that_answers_the_same_twice_is_forecast_as_the_same():
+    forecast = unet_after(ONE, ONE, ONE, ONE).predict(FIFTH, ONE)
+    assert torch.equal(forecast, ONE)
+
+
+def test_answers_of_a_unet_that_turn_back_are_held():
+    kept = unet_after(latent(2), ONE, ONE + CHANGE, ONE)
+    assert torch.equal(kept.predict(FIFTH, ONE), ONE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_forecasts_of_a_unet_keep_the_precision_of_the_latent(dtype):
+    answers = [(ONE + index * CHANGE).to(dtype) for index in range(4)]
+    forecast = unet_after(*answers).predict(FIFTH, answers[0])
+    assert forecast.dtype == dtype and forecast.isfinite().all()
+
+
 def test_what_was_answered_is_kept_even_if_the_host_changes_it():
     answer = ONE + CHANGE
     kept = after(KNOWN[0], (1, -2.0, answer))
@@ -389,6 +463,12 @@ def test_the_logarithm_of_signal_to_noise(noise, is_flow, expected):
 )
 def test_no_step_is_forecast_where_noise_falls_unevenly(levels, index, expected):
     assert is_even(levels, index) == expected
+
+
+def test_noise_of_a_unet_may_fall_faster_than_in_the_mean_step_but_not_than_before():
+    levels = [-4, -3, -2, 4, 6]
+    assert is_even(levels, 3, is_unet=True) and not is_even(levels, 3)
+    assert not is_even([-4, -2, 0, 5, 6], 2, is_unet=True)
 
 
 def test_samplers_that_look_back_need_noise_that_falls_more_evenly():

@@ -20,7 +20,7 @@ from ..forecasting.samplers import SAMPLERS, Sampler
 from ..forecasting.steps import (
     FASTER,
     LEAST_SNR,
-    LONG,
+    LONG_ON_UNET,
     Step,
     are_geometric,
     is_even,
@@ -80,6 +80,7 @@ class ForecastRun:
         self._config = config
         self._guider = guider
         self._sampling: Any = guider.model_patcher.get_model_object("model_sampling")
+        self._is_unet = is_unet
         self._is_flow = isinstance(self._sampling, CONST)
         self._levels = log_snrs(self.schedule[:-1], self._is_flow)
         most = float(self._sampling.sigma_max)
@@ -91,7 +92,6 @@ class ForecastRun:
         known = SAMPLERS.get(name)
         self._corrects = known is not None and known.corrects
         self._faster = FASTER if known is None else known.faster
-        self._is_unet = is_unet
         self._reason: str | None = _obstacle(
             name, known, self._levels, self.count, guider.model_options, is_unet
         )
@@ -173,7 +173,7 @@ class ForecastRun:
             count=self.count,
             log_snr=log_snr(sigma, self._is_flow),
             course=(is_true, course_of(self._guider, options, sigma)),
-            is_even=is_even(self._levels, index, self._faster),
+            is_even=is_even(self._levels, index, self._faster, self._is_unet),
             latent_share=latent_share(self.schedule, index) if self._corrects else None,
             is_active=is_active(self._config, sigma, self._sampling.percent_to_sigma),
             from_noise=self._from_noise,
@@ -205,7 +205,7 @@ def forecasts_unet(config: ToMeConfig, count: int) -> bool:
     The preset *balanced* leaves short runs alone, as it promises the smallest change.
     """
     is_balanced = config.grows and config.scope == "module"
-    return config.forecast and config.ratio > 0 and (count >= LONG or not is_balanced)
+    return config.forecast and config.ratio > 0 and (count >= LONG_ON_UNET or not is_balanced)
 
 
 def _obstacle(

@@ -16,12 +16,19 @@ import torch
 from torch import Tensor
 
 from .. import reasons
-from .steps import LEAST_SNR, LONG, SHORTEST, TOO_CLOSE, Step, first_steps, steps_that_run
+from .steps import (
+    LEAST_SNR,
+    LONG,
+    LONG_ON_UNET,
+    SHORTEST,
+    TOO_CLOSE,
+    Step,
+    first_steps,
+    steps_that_run,
+)
 
 _DAMPING = 0.7
-"""The share of the extrapolated change that a forecast contains. On UNets, it is the largest: a
-forecast there has the share that came of the last change that the line foretold. Under strong
-guidance this is little, and none where answers go to and fro."""
+"""The share of the extrapolated change that a forecast contains, on UNets at most."""
 
 _MOST_CHANGE = 3.0
 """A forecast adds at most this many times the last change. At the start of a run with a high shift,
@@ -67,8 +74,9 @@ class _Line:
         answers: the last two answers, in order, or the only one.
         total: how many answers there were.
         forecasts: the forecasts since the last of them.
-        product: the inner product of the last change of answers and the one before. It is negative
-            where answers turn back, as early under strong guidance; no line leads on from there.
+        product: the inner product of the last change of answers and the one before, ``[batch]``. It
+            is negative where answers turn back, as early under strong guidance; no line leads on
+            from there.
         came: the share that came of the last change that the line foretold, ``[batch]`` float32.
     """
 
@@ -87,7 +95,7 @@ class _Line:
             first, last = self.answers
             before = (last.denoised - first.denoised).float().flatten(1)
             after = (new.denoised - last.denoised).float().flatten(1)
-            self.product = (before * after).sum()
+            self.product = (before * after).sum(1)
             foretold = before * _times(first.step, last.step, new.step)
             came = (foretold * after).sum(1) / foretold.square().sum(1)
             # Nothing came of no change.
@@ -95,6 +103,16 @@ class _Line:
         self.answers = [*self.answers[-1:], new]
         self.forecasts = []
         self.total += 1
+
+    def trusted(self, like: Tensor) -> Tensor:
+        """How far each sample's line is trusted, from 0 to 1, ``[batch, 1, ...]``.
+
+        It is if ``_DAMPING`` or more came of the last change that the line foretold. Under strong
+        guidance less comes, and nothing where answers go to and fro.
+        """
+        assert self.came is not None
+        trusted = (self.came / _DAMPING).clamp(0, 1)
+        return trusted.to(like).view(-1, *[1] * (like.ndim - 1))
 
     @property
     def latest(self) -> int:
@@ -116,6 +134,7 @@ class Forecasts:
         """For the arguments, see :func:`tome_nodes.forecasting.steps.steps_that_run`."""
         self.steps: set[int] = set()
         self._ratio, self._is_unet = ratio, is_unet
+        self._long = LONG_ON_UNET if is_unet else LONG
         self._lines: list[_Line] = []
         self._latest: Step | None = None
         self._form: Hashable = None
@@ -144,8 +163,7 @@ class Forecasts:
         times = _times(first.step, last.step, step)
         share: float | Tensor = min(_DAMPING * times, _MOST_CHANGE)
         if self._is_unet and line.came is not None:
-            came = line.came.to(latent).view(-1, *[1] * (latent.ndim - 1))
-            share = (came.clamp(0, _DAMPING) * times).clamp(max=_MOST_CHANGE)
+            share = (line.trusted(latent) * _DAMPING * times).clamp(max=_MOST_CHANGE)
         line.forecasts.append(_Forecast(step, share))
         self.steps.add(step.index)
         return torch.lerp(first.denoised, last.denoised, 1 + share)
@@ -166,6 +184,8 @@ class Forecasts:
         if line.forecasts and step.latent_share is not None:
             corrected = _corrected(line, new, step.latent_share)
         line.add(new)
+        if corrected is not None and self._is_unet and line.came is not None:
+            corrected = torch.lerp(denoised, corrected, line.trusted(denoised))
         if step.index == 1:
             self._settled = self._settled is not False and _is_settled(line)
         return denoised if corrected is None else corrected
@@ -184,9 +204,10 @@ class Forecasts:
         if not is_next or self._noise_rises or form != self._form:
             # The answers so far are no guide to those to come.
             self._lines = []
-        turns = any(line.product is not None and line.product < 0 for line in self._lines)
+        products = (line.product for line in self._lines)
+        turns = any(product is not None and bool((product < 0).any()) for product in products)
         # A short run whose answers turned once stays hard to tell.
-        self._turns = turns or (self._turns and step.count < LONG)
+        self._turns = turns or (self._turns and step.count < self._long)
         # A step has fewer calls where guidance ends.
         self._lines = [line for line in self._lines if line.latest == step.index - 1]
         self._form = form
@@ -219,13 +240,13 @@ class Forecasts:
         if step.count < SHORTEST:
             return reasons.too_short(step.count, SHORTEST)
         is_rough = self._is_unet and not self._is_settled(step)
-        return reasons.too_short(step.count, LONG) if is_rough else reasons.EDIT
+        return reasons.too_short(step.count, self._long) if is_rough else reasons.EDIT
 
     def _running(self, step: Step) -> frozenset[int]:
         """The steps in which the model runs."""
         is_settled = self._is_settled(step)
         is_edit = is_settled and step.from_noise and step.count < _SHORTEST_EDIT
-        is_rough = self._is_unet and step.count < LONG and not is_settled
+        is_rough = self._is_unet and step.count < self._long and not is_settled
         if is_edit or is_rough:
             return frozenset(range(step.count))
         return steps_that_run(self._ratio, step.count, is_settled, self._is_unet)
@@ -235,7 +256,7 @@ class Forecasts:
         return first_steps(step.count, self._is_settled(step), self._is_unet)
 
     def _is_settled(self, step: Step) -> bool:
-        return step.count < LONG and self._settled is True
+        return step.count < self._long and self._settled is True
 
 
 def _times(first: Step, last: Step, now: Step) -> float:

@@ -9,9 +9,13 @@ FIRST, FIRST_OF_MANY, MANY = 2, 3, 8
 """The model runs in the first ``FIRST`` steps, and in the first ``FIRST_OF_MANY`` if a run has at
 least ``MANY`` steps and is not settled. The earliest forecasts have the largest errors."""
 
-FIRST_ON_UNET = 5
+FIRST_ON_UNET = 4
 """In a long run, a UNet runs in so many first steps: under strong guidance, its early answers go to
 and fro."""
+
+LONG_ON_UNET = 20
+"""From this many steps on, the run of a UNet is long. In a shorter one that is not settled,
+forecasts change the picture about as much as fewer steps do (benchmarks/FIDELITY.md)."""
 
 SHORTEST = FIRST + 2
 """A run has forecasts only from this many steps on."""
@@ -102,19 +106,23 @@ def latent_share(schedule: Sequence[float], index: int) -> float | None:
     return after / before if 0 <= after < before else None
 
 
-def is_even(levels: Sequence[float], index: int, faster: float = FASTER) -> bool:
+def is_even(
+    levels: Sequence[float], index: int, faster: float = FASTER, is_unet: bool = False
+) -> bool:
     """Whether noise falls evenly enough around a step to forecast it.
 
     Args:
         levels: the logarithm of signal to noise of every step.
         index: the number of the step, from 0.
         faster: how many times as much the logarithm may grow in the next step as in this one.
+        is_unet: whether the model is a UNet; it may grow as fast as it likes in one of its steps.
     """
     if not 0 < index < len(levels) - 1:
         return True
     before, now, after = levels[index - 1 : index + 2]
     mean = (levels[-1] - levels[0]) / (len(levels) - 1)
-    return now - before <= _FAST * mean and after - now <= faster * (now - before)
+    is_fast = now - before > _FAST * mean and not is_unet
+    return not is_fast and after - now <= faster * (now - before)
 
 
 def are_apart(levels: Sequence[float]) -> bool:
@@ -131,7 +139,7 @@ def are_geometric(levels: Sequence[float]) -> bool:
 def first_steps(count: int, is_settled: bool, is_unet: bool = False) -> int:
     """The number of steps in which the model runs before the first forecast, in a run of
     ``count``."""
-    if is_unet and count >= LONG:
+    if is_unet and count >= LONG_ON_UNET:
         return FIRST_ON_UNET
     return FIRST_OF_MANY if count >= MANY and not is_settled else FIRST
 
@@ -151,9 +159,14 @@ def steps_that_run(
     first = first_steps(count, is_settled, is_unet)
     between = max(0, count - 1 - first)
     running = min(round(between * (1 - ratio)), max(0, between - 1))
+    fewest, longer = divmod(between - running, running + 1)
     steps, latest = {*range(min(first, count)), count - 1}, first - 1
     for number in range(1, running + 1):
-        place = (between + 1) * number / (running + 1)
-        latest = max(latest + 1, first - 1 + math.ceil(place - 0.5))
+        if is_unet and count >= LONG_ON_UNET:
+            # The late steps of a UNet count least, so most forecasts in a row come last.
+            place = number * (fewest + 1) + max(0, number - (running + 1 - longer))
+        else:
+            place = math.ceil((between + 1) * number / (running + 1) - 0.5)
+        latest = max(latest + 1, first - 1 + place)
         steps.add(latest)
     return frozenset(steps)
