@@ -48,9 +48,9 @@ class ToMeConfig:
         step=0.05,
         text="How much to save: more is faster and changes the picture more; 0 is exactly the "
         "unpatched model. In a UNet, such as SDXL, it is the share of tokens, small squares of the "
-        "picture, that merge, and more do in large pictures; in a transformer, such as Flux, how "
-        "many steps are skipped: of 4 one at any ratio; of 8 one, from 0.4 two; of 20 one, from "
-        "0.1 two, from 0.6 ten.",
+        "picture, that merge, and more do in large pictures; in long runs of it, and in a "
+        "transformer, such as Flux, also how many steps are skipped: of 4 one at any ratio; of 8 "
+        "one, from 0.4 two; of 20 one, from 0.1 two, from 0.6 ten.",
         more="It is the share at 64x64 tokens. Under balanced and fast, larger maps merge more, "
         "and their cells grow: at a `ratio` of 0.6, 0.80 of the keys and values of 128x128 tokens "
         "merge, and 0.90 of 256x256; under fast, 0.94 and 0.98. Otherwise one token of each cell "
@@ -188,14 +188,15 @@ class ToMeConfig:
     )
     forecast: bool = _advanced(
         False,
-        text="In a transformer, skip the model in some steps, as many as ratio says, and forecast "
-        "its output there from its last two. Nothing merges then.",
-        more="In a UNet, it has an effect only under balanced and fast. "
-        "A run needs at least four steps, an edit six. The first two steps and the last "
-        "always run; in runs of 8 steps or more, the third too. At a ratio of 0.6, one of 4 steps "
-        "is forecast, two of 8 and ten of 20. In runs of fewer than 16 steps whose first two "
-        "outputs hardly differ, as in second passes and many edits, forecasts begin with the third "
-        "step: three of 8. The output after a forecast is changed to make up for its error.",
+        text="Skip the model in some steps, as many as ratio says, and forecast its output there "
+        "from its last two. In a transformer, nothing merges then.",
+        more="A run of a transformer needs at least four steps, an edit six. The first two steps "
+        "and the last always run; in runs of 8 steps or more, the third too. At a ratio of 0.6, "
+        "one of 4 steps is forecast, two of 8 and ten of 20. A run of a UNet needs at least 20 "
+        "steps, unless its first two outputs hardly differ, as in second passes; the first four "
+        "always run, and at 0.6, nine of 20 are forecast. In short runs whose first two outputs "
+        "hardly differ, as in second passes and many edits, forecasts begin with the third step: "
+        "three of 8. The output after a forecast is changed to make up for its error.",
     )
 
     grows: bool = False

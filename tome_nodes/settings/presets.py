@@ -34,14 +34,14 @@ class Preset:
 
 PRESETS: Mapping[str, Preset] = {
     "balanced": Preset(
-        "In a UNet, merges keys and values of self-attention, matched within windows: closest "
-        "to the plain model.",
+        "In a UNet, merges keys and values of self-attention, and skips steps in runs of 20 or "
+        "more: closest to the plain model.",
         {"strategy": "window", "attn_tokens": "k,v", "sx": 4, "forecast": True, "grows": True},
     ),
     "fast": Preset(
-        "In a UNet, merges keys and values in the largest maps that have attention, and whole "
-        "stacks of blocks in smaller ones: saves most, and is what to take for SDXL from "
-        "1024x1024 on, where self-attention is a small part of the work.",
+        "In a UNet, merges whole stacks of blocks, too, except in the largest maps, and also "
+        "skips steps in second passes: saves most, and is what to take for SDXL and for a second "
+        "pass.",
         {
             "strategy": "window",
             "scope": "stack",
@@ -70,10 +70,10 @@ PRESET = Option(
     "seed and backend count; under custom every input does.",
     more="In a transformer, such as Flux, Qwen-Image or Wan, balanced and fast are the same: the "
     "model is skipped in some steps, and its output forecast. There, merging would change the "
-    "picture more than fewer steps do. Both do the same in long runs of a UNet in which "
-    "merging would save less than 5 % of the work, such as 16 steps or more of SDXL at 1024x1024 "
-    "under balanced. An input that would not count is refused, unless it is at "
-    "its default. The editor hides it and does not send it.",
+    "picture more than fewer steps do. In a UNet, both merge and skip steps; where merging would "
+    "save less than 5 % of the work, as in SDXL at 1024x1024 under balanced, they only skip. An "
+    "input that would not count is refused, unless it is at its default. The editor hides it and "
+    "does not send it.",
 )
 """The choice of a preset."""
 
