@@ -12,6 +12,7 @@ use_cpu()
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+from comfy.k_diffusion.sampling import get_sigmas_karras  # noqa: E402
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel  # noqa: E402
 from matplotlib import pyplot as plt  # noqa: E402
 from models.checkpoints import unet_of  # noqa: E402
@@ -20,6 +21,8 @@ from torch import nn  # noqa: E402
 from benchmarks import webp  # noqa: E402
 from benchmarks.speed.figures import grid, joined  # noqa: E402
 from tome_nodes.comfyui.models.unet import UNET  # noqa: E402
+from tome_nodes.forecasting.samplers import SAMPLERS  # noqa: E402
+from tome_nodes.forecasting.steps import is_even, log_snrs, steps_that_run  # noqa: E402
 from tome_nodes.merging.plan import Grid  # noqa: E402
 from tome_nodes.patching.blocks import Observer, PatchedModel  # noqa: E402
 from tome_nodes.patching.evaluation import LEAST_SAVED  # noqa: E402
@@ -41,19 +44,27 @@ MODELS = {
 """The published UNets, by the names of checkpoints, and the sides of pictures in pixels."""
 LATENT = 8
 """Pixels along the side of a token of the latent."""
+LEAST_NOISE, MOST_NOISE = 0.0292, 14.6146
+"""The noise levels of both models."""
 
 
 def main() -> None:
     """Write the table and the plot."""
     table = grid(
-        ["model, size", "tokens of the levels", "balanced", "fast"],
+        [
+            *("model, size", "tokens of the levels", "balanced", "fast"),
+            *("20 steps, balanced", "20 steps, fast", "second pass, balanced", "second pass, fast"),
+        ],
         [row for name in MODELS for row in rows(name)],
     )
     parts = [
         "# Counted work by size: `python3 dev.py bench --work`",
-        "Multiplications of one evaluation at `ratio` 0.6, unpatched: 1. Attention to the text and "
-        "the cost of merging are left out. Where less than "
-        f"{LEAST_SAVED:.0%} would be saved, nothing merges.",
+        "Multiplications at `ratio` 0.6, unpatched: 1. Attention to the text and the cost of "
+        f"merging are left out. Where less than {LEAST_SAVED:.0%} would be saved, nothing merges. "
+        "First of "
+        "one evaluation; then of whole runs under dpmpp_2m and karras, in which some steps are "
+        "forecast: 20 steps from noise, and a second pass of 8 steps at `denoise` 0.5 whose "
+        "picture is there from the start.",
         table,
         "![Tokens that stay, by the side of the map](kept-tokens.webp)",
     ]
@@ -74,11 +85,33 @@ def _row(name: str, network: nn.Module, side: int) -> list[str]:
     latent = Grid(side, side)
     balanced, fast = (_patched(network, preset) for preset in ("balanced", "fast"))
     levels = sorted({block.stack.level for block in fast.blocks})
+    saved = [model.saved(latent) or 0.0 for model in (balanced, fast)]
+    left = [1 - each if each >= LEAST_SAVED else 1.0 for each in saved]
+    long, second = steps_run(20), steps_run(8, is_second=True)
     return [
         name,
         ", ".join(str(latent.downsampled(level).tokens) for level in levels),
-        *(_left(model.saved(latent) or 0.0) for model in (balanced, fast)),
+        *map(_left, saved),
+        *(f"{each * long / 20:.2f}" for each in left),
+        # balanced leaves short runs to merging.
+        f"{left[0]:.2f}",
+        f"{left[1] * second / 8:.2f}",
     ]
+
+
+def steps_run(count: int, is_second: bool = False) -> int:
+    """The steps of a run in which the model runs, under dpmpp_2m and karras.
+
+    Args:
+        count: the number of steps.
+        is_second: whether it is a second pass, which takes the last of twice as many steps.
+    """
+    all_noises = get_sigmas_karras(count * (1 + is_second), LEAST_NOISE, MOST_NOISE)
+    levels = log_snrs(all_noises.tolist()[-count - 1 :], is_flow=False)
+    faster = SAMPLERS["dpmpp_2m"].faster
+    running = steps_that_run(ToMeConfig.ratio, count, is_second, is_unet=True)
+    uneven = {index for index in range(count) if not is_even(levels, index, faster, True)}
+    return len(running | uneven)
 
 
 def _left(saved: float) -> str:
