@@ -47,11 +47,11 @@ def test_steps_between_the_first_and_the_last_are_forecast(ratio, is_settled, ex
 @pytest.mark.parametrize(
     ("ratio", "expected"),
     [
-        (0.3, "RRRRRRRRRRFRFRFRFRFR"),
-        (0.6, "RRRRFRFRFRFRFRFFRFFR"),
-        (0.6, "RRRRFRFRFRFRFRFRFFRFFRFFR"),
-        (0.75, "RRRRFFRFFRFFRFFRFFFR"),
-        (1.0, "RRRRFFFFFFFFFFFFFFFR"),
+        (0.3, "RRRRRRRRRRRRFRFRFRFR"),
+        (0.6, "RRRRRFRFRFRFRFRFRFFR"),
+        (0.6, "RRRRRFRFRFRFRFRFRFRFFRFFR"),
+        (0.75, "RRRRRFFRFFRFFRFFRFFR"),
+        (1.0, "RRRRRFFFFFFFFFFFFFFR"),
         # Short runs are as those of other models.
         (0.6, "RRRFRFRFFRFR"),
     ],
@@ -245,12 +245,12 @@ def test_an_answer_stays_as_it_is_where_nothing_is_known_of(share, last_share, i
 def unet_after(*answers, is_unet=True):
     """What is kept after these answers of a long run, a level of 1 apart; a forecast comes next."""
     kept = Forecasts(1.0, is_unet=is_unet)
-    for index, answer in enumerate(answers, start=4 - len(answers)):
+    for index, answer in enumerate(answers, start=5 - len(answers)):
         run(kept, at(index, index - 4.0, 20, is_active=False), answer)
     return kept
 
 
-FIFTH = at(4, 0.0, 20, latent_share=0.8)
+SIXTH = at(5, 1.0, 20, latent_share=0.8)
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_a_forecast_of_a_unet_goes_on_as_far_as_the_line_held_last_time(came, sh
     change = latent(1)
     shares = torch.tensor([came, 1.0]).view(2, 1, 1, 1)
     last = ONE + change + shares * change
-    forecast = unet_after(latent(2), ONE, ONE + change, last).predict(FIFTH, ONE)
+    forecast = unet_after(latent(3), latent(2), ONE, ONE + change, last).predict(SIXTH, ONE)
     taken = torch.tensor([share, 0.7]).view(2, 1, 1, 1)
     assert torch.allclose(forecast, last + taken * shares * change, atol=1e-5)
 
@@ -272,30 +272,30 @@ def test_an_answer_of_a_unet_makes_up_for_forecasts_as_far_as_the_line_holds(cam
     change = latent(1)
     corrected = {}
     for is_unet in (False, True):
-        kept = unet_after(*(ONE + index * change for index in range(4)), is_unet=is_unet)
-        assert kept.predict(FIFTH, ONE) is not None
-        answer = ONE + 3 * change + came * 2 * change
+        kept = unet_after(*(ONE + index * change for index in range(5)), is_unet=is_unet)
+        assert kept.predict(SIXTH, ONE) is not None
+        answer = ONE + 4 * change + came * 2 * change
         # The step was to be forecast, too.
-        last = at(5, 1.0, 20, latent_share=0.7, is_active=False)
+        last = at(6, 2.0, 20, latent_share=0.7, is_active=False)
         corrected[is_unet] = run(kept, last, answer) - answer
     assert corrected[False].abs().max() > 0.01
     assert torch.allclose(corrected[True], trusted * corrected[False], atol=1e-5)
 
 
 def test_a_unet_that_answers_the_same_twice_is_forecast_as_the_same():
-    forecast = unet_after(ONE, ONE, ONE, ONE).predict(FIFTH, ONE)
+    forecast = unet_after(*5 * (ONE,)).predict(SIXTH, ONE)
     assert torch.equal(forecast, ONE)
 
 
 def test_answers_of_a_unet_that_turn_back_are_held():
-    kept = unet_after(latent(2), ONE, ONE + CHANGE, ONE)
-    assert torch.equal(kept.predict(FIFTH, ONE), ONE)
+    kept = unet_after(latent(3), latent(2), ONE, ONE + CHANGE, ONE)
+    assert torch.equal(kept.predict(SIXTH, ONE), ONE)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_forecasts_of_a_unet_keep_the_precision_of_the_latent(dtype):
-    answers = [(ONE + index * CHANGE).to(dtype) for index in range(4)]
-    forecast = unet_after(*answers).predict(FIFTH, answers[0])
+    answers = [(ONE + index * CHANGE).to(dtype) for index in range(5)]
+    forecast = unet_after(*answers).predict(SIXTH, answers[0])
     assert forecast.dtype == dtype and forecast.isfinite().all()
 
 

@@ -9,7 +9,7 @@ FIRST, FIRST_OF_MANY, MANY = 2, 3, 8
 """The model runs in the first ``FIRST`` steps, and in the first ``FIRST_OF_MANY`` if a run has at
 least ``MANY`` steps and is not settled. The earliest forecasts have the largest errors."""
 
-FIRST_ON_UNET = 4
+FIRST_ON_UNET = 5
 """In a long run, a UNet runs in so many first steps: under strong guidance, its early answers go to
 and fro."""
 
