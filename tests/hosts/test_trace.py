@@ -109,7 +109,7 @@ def test_a_merged_block_adds_few_calls():
     )
     model, run = build_class("SDXL", settings), (UNETS["sdxl"], (16, 16))
     plain = Calls(model, *run).count
-    for preset, blocks, most in (("balanced", 10, 103), ("fast", 70, 33)):
+    for preset, blocks, most in (("balanced", 10, 103), ("fast", 70, 34)):
         config = ToMeConfig(**settings_of(preset, {}) | {"min_tokens": 16, "backend": "torch"})
         merging = attach(model, config)
         added = Calls(merging, *run).count - plain
