@@ -87,7 +87,7 @@ def main() -> None:
         columns[MERGED] = [merged]
         titles[MERGED] = "What merged in the frame", words
     file = "off-and-on.jpg" if model == "unet" else f"off-and-on-{model}.jpg"
-    _sheet(columns, titles).save(DOCS / file, quality=90)
+    _sheet(columns, titles).save(DOCS / file, quality=80, optimize=True)
     kind = "videos" if model == "video" else "pictures"
     came = origin("cpu", "bench --picture")
     print(
