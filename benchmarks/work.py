@@ -107,7 +107,7 @@ def steps_run(count: int, is_second: bool = False) -> int:
         is_second: whether it is a second pass, which takes the last of twice as many steps.
     """
     all_noises = get_sigmas_karras(count * (1 + is_second), LEAST_NOISE, MOST_NOISE)
-    levels = log_snrs(all_noises.tolist()[-count - 1 :], is_flow=False)
+    levels = log_snrs(all_noises.tolist()[-count - 1 : -1], is_flow=False)
     faster = SAMPLERS["dpmpp_2m"].faster
     running = steps_that_run(ToMeConfig.ratio, count, is_second, is_unet=True)
     uneven = {index for index in range(count) if not is_even(levels, index, faster, True)}

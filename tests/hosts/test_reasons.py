@@ -1,6 +1,7 @@
 """The line on a run that gained nothing says who is in the way, and what to do."""
 
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -30,6 +31,14 @@ def hyper_tile(model):
     return nodes_hypertile.HyperTile.execute(model, 64, 2, 0, False)[0]
 
 
+def partly_applied(model):
+    """A node whose function is given some of its arguments before."""
+    patched = hyper_tile(model)
+    patches = patched.model_options["transformer_options"]["patches"]
+    patches["attn1_patch"] = [partial(patches["attn1_patch"][0])]
+    return patched
+
+
 def run(models, kind, config, patch=None, **options):
     model = models(kind) if patch is None else patch(models(kind))
     patched = model if config is None else attach(model, config)
@@ -56,6 +65,10 @@ def run(models, kind, config, patch=None, **options):
         ),
         (
             *("sd15", preset("balanced"), {"steps": 1, "patch": hyper_tile}),
+            *("another node (nodes_hypertile) masks", "leave one of the two out"),
+        ),
+        (
+            *("sd15", preset("balanced"), {"steps": 1, "patch": partly_applied}),
             *("another node (nodes_hypertile) masks", "leave one of the two out"),
         ),
         ("sd15", preset("fast"), {"steps": 1, "size": (8, 8)}, "64 tokens", "a larger picture"),

@@ -14,6 +14,7 @@ from tome_nodes.comfyui import run_report
 from tome_nodes.comfyui.attachment import attach, is_attached, last_run
 from tome_nodes.merging.plan import Grid
 from tome_nodes.report import log_line
+from tome_nodes.report.pages import report_of
 from tome_nodes.report.recording import Recorder
 from tome_nodes.settings.config import OPTIONS
 from tome_nodes.strategies import make_strategy
@@ -125,6 +126,18 @@ def test_an_error_in_what_is_told_of_a_run_loses_no_picture(sd15, monkeypatch, c
         run = last_run(patched)
         assert len(run.counts.merged_steps) == 2
         assert {step for step, _ in run.recording.slots} == {0, 1}
+
+
+@pytest.mark.parametrize("view", ["merge map", "heat map", "chart"])
+def test_the_report_of_a_run_whose_recorder_failed_has_its_counts(sd15, monkeypatch, view):
+    def broken(*args):
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(Recorder, "evaluated", broken)
+    run, _ = recorded(sd15)
+    assert run.counts.merged
+    page = report_of(run, view)
+    assert page.text.startswith("Merged: ") and page.picture.ndim == 3
 
 
 def test_an_interrupt_passes_through_a_report_and_leaves_no_record(sd15):

@@ -169,6 +169,7 @@ def test_settings_count_in_place_of_the_other_inputs(server, pixels):
     for nothing in ("{}", "", " ", "None", None):
         assert of(settings=nothing, preset="fast", ratio=0.5) == expected
     assert of(settings='{"ratio": 0.5, "max_downsample": "auto"}', preset="fast") == expected
+    assert of(settings={"__value__": '{"preset": "fast", "ratio": 0.5}'}) == expected
 
 
 @pytest.mark.parametrize("others", [{}, {"seed": 3, "start_percent": 0.0, "end_percent": 1.0}])
@@ -212,6 +213,7 @@ def test_settings_count_in_place_of_the_other_inputs(server, pixels):
         ({"settings": '{"st": 3}'}, "st=3 is not allowed: the number of frames decides how many"),
         ({"settings": '{"preset": "fast", "sx": 3}'}, "sx=3 does not count under preset='fast'"),
         ({"settings": 7}, "settings=7 is not allowed: it must be a JSON object of inputs by name"),
+        ({"settings": {"__value__": '{"ratio": 2}'}}, "ratio=2 is not allowed"),
     ],
     ids=str,
 )

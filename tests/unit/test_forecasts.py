@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from tome_nodes import reasons
 from tome_nodes.forecasting.forecasts import Forecasts
 from tome_nodes.forecasting.samplers import SAMPLERS
-from tome_nodes.forecasting.steps import Step, is_even, latent_share, log_snr, steps_that_run
+from tome_nodes.forecasting.steps import (
+    FASTER,
+    Step,
+    is_even,
+    latent_share,
+    log_snr,
+    log_snrs,
+    steps_that_run,
+)
 from tome_nodes.settings.config import OPTIONS
 
 
@@ -448,6 +456,15 @@ def test_answers_of_a_video_and_of_packed_values_are_forecast_too():
 )
 def test_the_logarithm_of_signal_to_noise(noise, is_flow, expected):
     assert log_snr(noise, is_flow) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("is_unet", [False, True])
+@pytest.mark.parametrize("faster", [FASTER, SAMPLERS["dpmpp_2m"].faster])
+def test_levels_without_noise_keep_their_place_and_steps_around_them_run(faster, is_unet):
+    noises = [4.0, 3.0, 2.0, 0.0, 2.0, 1.5, 1.0, 0.7]
+    levels = log_snrs(noises, is_flow=False)
+    assert [*map(math.isinf, levels)] == [noise == 0 for noise in noises]
+    assert not any(is_even(levels, index, faster, is_unet) for index in (2, 4))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ them off again.
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -337,10 +338,15 @@ def _others(options: Mapping[str, Any]) -> set[str]:
         functions += patches if name.startswith("attn") else ()
     for replaced in options.get("patches_replace", {}).values():
         functions += replaced.values()
-    modules = {
-        getattr(each, "__module__", None) or type(each).__module__ for each in functions if each
-    }
+    modules = {_module_of(each) for each in functions if each}
     return {module for module in modules if KEY not in module}
+
+
+def _module_of(function: Any) -> str:
+    """The module that a function is from, or its class."""
+    while isinstance(function, partial):
+        function = function.func
+    return getattr(function, "__module__", None) or type(function).__module__
 
 
 def _short(module: str) -> str:

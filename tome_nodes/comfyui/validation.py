@@ -130,8 +130,8 @@ def fault(caption: Caption, inputs: Mapping[str, Any]) -> tuple[str, str] | None
 def _known(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """The inputs of the patch node whose values are known before the run."""
     known = {name: _unwrapped(inputs[name]) for name in PATCH.former if name in inputs}
-    if not isinstance(inputs.get("settings", []), list):
-        known["settings"] = inputs["settings"]
+    if not isinstance(settings := _unwrapped(inputs.get("settings", [])), list):
+        known["settings"] = settings
     for option in PATCH.options:
         value = _unwrapped(inputs.get(option.name, option.default))
         if not isinstance(value, list):

@@ -86,8 +86,11 @@ def log_snr(noise: float, is_flow: bool) -> float:
 
 
 def log_snrs(noises: Sequence[float], is_flow: bool) -> list[float]:
-    """The logarithm of signal to noise of every noise level above 0, see :func:`log_snr`."""
-    return [log_snr(noise, is_flow) for noise in noises if noise > 0]
+    """The logarithm of signal to noise of every noise level, see :func:`log_snr`.
+
+    It is infinite where there is no noise, as in the middle of some schedules that users make.
+    """
+    return [log_snr(noise, is_flow) if noise > 0 else math.inf for noise in noises]
 
 
 def latent_share(schedule: Sequence[float], index: int) -> float | None:

@@ -98,7 +98,7 @@ class PipelineRun:
         if noise <= 0 or abs(noise - call.noise) > _ROUNDING:
             return reasons.OTHER_NOISE
         if self._first is None:
-            self._first, self._log_snrs = index, log_snrs(self._levels[index:], is_flow=True)
+            self._first, self._log_snrs = index, log_snrs(self._levels[index:-1], is_flow=True)
             self._obstacle = self._method.obstacle(self._log_snrs, count - index)
         if self._obstacle is not None:
             return self._obstacle

@@ -73,7 +73,7 @@ def report_of(
     """
     lines = in_words(run)
     recording, counts = run.recording, run.counts
-    if recording is None or not counts.merged:
+    if recording is None or not recording.levels:
         forecast = [step in counts.forecast_steps for step in range(counts.total_steps)]
         drawn = drawing.page(
             "ToMe Report", lines, drawing.steps(forecast) if any(forecast) else None
