@@ -179,7 +179,7 @@ def where_a_compiler_fails(run, remove, log_messages):
 def test_where_the_compiler_fails_on_merging_a_run_goes_on_unmerged(
     shallow, fresh_compiler, log_messages
 ):
-    model = compiled(shallow, backend=fails_on_merging)
+    model = compiled(shallow.clone(), backend=fails_on_merging)
     patched = [attach(model, merging())]
     tiny = UNETS["sd15"]
     where_a_compiler_fails(
