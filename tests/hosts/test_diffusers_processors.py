@@ -5,8 +5,11 @@ import inspect
 from functools import partial
 from types import SimpleNamespace
 
-import diffusers
 import pytest
+
+pytest.importorskip("diffusers", "0.42", reason="the tables are of diffusers 0.42")
+
+import diffusers
 import torch
 from common import attributes, merged_everywhere, relative_error, shuffle
 from diffusers.models import attention_processor
