@@ -320,12 +320,14 @@ def _launch_of(
     inside = high * sy * wide * sx
     block, cells = padded(inside), padded(high * wide)
     left_over = -(-(tokens - down * across * inside) // block)
-    most_warps = _WARPS_OF_FLOAT32 if is_float32 else _WARPS
     cells_down, cells_across = height // sy, width // sx
     numbers = tokens, width, cells_down, cells_across, down, across, high, wide, quota
     at_once = _FEW_CHANNELS if is_float32 or channels < _MANY else _CHANNELS
     # Without tensor cores, products of half precision are less exact.
     widens = not has_fast_products(compute_capability)
     constants = sy, sx, is_random, block, cells, channels, at_once, widens
-    warps = min(most_warps, max(4, block * cells // _PAIRS_OF_A_WARP))
+    # Products of widened values need twice as many registers.
+    pairs = _PAIRS_OF_A_WARP // 2 if widens else _PAIRS_OF_A_WARP
+    most_warps = _WARPS_OF_FLOAT32 if is_float32 or widens else _WARPS
+    warps = min(most_warps, max(4, block * cells // pairs))
     return Launch((down * across + left_over, batch, 1), (*numbers, *constants), warps)
