@@ -60,7 +60,11 @@ def try_out(function: Attention, device: torch.device, dtype: torch.dtype) -> Tr
     Raises:
         torch.OutOfMemoryError: the device has no room for them.
     """
-    results = _results.setdefault(function, {})
+    try:
+        results = _results.setdefault(function, {})
+    except TypeError:
+        # Other code may call anything for attention, also what no weak reference can be made to.
+        results = {}
     place = device, dtype
     if place not in results:
         name = getattr(function, "__name__", "an unknown attention function")
