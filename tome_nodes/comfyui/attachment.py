@@ -216,11 +216,11 @@ class _Attachment:
         """What forecasts steps of a run; None if the settings leave its steps alone."""
         config, network = self.config, _network(guider.model_patcher)
         has_unet = is_unet(network)
-        if self.merges and not (has_unet and forecasts_unet(config, len(given["sigmas"]) - 1)):
-            return None
-        if self.merges and (
-            is_of_video(network)
-            or host_checks.changed_for_forecasts(guider.model_patcher) is not None
+        if self.merges and not (
+            has_unet
+            and forecasts_unet(config, len(given["sigmas"]) - 1)
+            and not is_of_video(network)
+            and host_checks.changed_for_forecasts(guider.model_patcher) is None
         ):
             return None
         return ForecastRun(

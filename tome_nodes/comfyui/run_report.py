@@ -66,7 +66,7 @@ class RunReport(Observer):
                     raise
                 except Exception as error:
                     self._followers.remove(follower)
-                    _warn("the report of this run is not complete", error)
+                    warn("the report of this run is not complete", error)
 
     def _show(self, result: Evaluated) -> None:
         """Show what the first evaluation of a step did."""
@@ -112,9 +112,10 @@ class RunReport(Observer):
                 tuned=tuned,
             )
         except Exception as error:
-            _warn("the report of this run is missing", error)
+            warn("the report of this run is missing", error)
             return None
 
 
-def _warn(lost: str, error: Exception) -> None:
+def warn(lost: str, error: Exception) -> None:
+    """Log that a part of a report is lost to an error."""
     log.warning("[ToMe] %s: %s: %s", lost, type(error).__name__, error)

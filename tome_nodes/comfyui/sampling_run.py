@@ -5,7 +5,6 @@ answer. If it has none, the model runs, in which the merging part merges tokens,
 part gets to see the answer. A run may have only one of the two.
 """
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -17,9 +16,7 @@ from ..report.last_run import LastRun
 from ..tuning.search import Measured
 from .forecast_run import ForecastRun
 from .merging_run import MergingRun
-
-# Not ``__name__``: ComfyUI names the package after its folder.
-log = logging.getLogger("tome_nodes")
+from .run_report import warn
 
 Callback = Callable[..., Any]
 
@@ -59,9 +56,7 @@ class SamplingRun:
         try:
             return self._records(tuned)
         except Exception as error:
-            log.warning(
-                "[ToMe] the report of this run is missing: %s: %s", type(error).__name__, error
-            )
+            warn("the report of this run is missing", error)
             return []
 
     def _records(self, tuned: Measured | None) -> list[LastRun]:
@@ -91,10 +86,6 @@ def guarded(on_step: Callable[[str], None] | None) -> Callable[[str], None] | No
             raise
         except Exception as error:
             works[0] = False
-            log.warning(
-                "[ToMe] the report of this run is not complete: %s: %s",
-                type(error).__name__,
-                error,
-            )
+            warn("the report of this run is not complete", error)
 
     return show

@@ -204,10 +204,12 @@ class Forecasts:
         if not is_next or self._noise_rises or form != self._form:
             # The answers so far are no guide to those to come.
             self._lines = []
-        products = (line.product for line in self._lines)
-        turns = any(product is not None and bool((product < 0).any()) for product in products)
-        # A short run whose answers turned once stays hard to tell.
-        self._turns = turns or (self._turns and step.count < self._long)
+        # On UNets, each sample is trusted as far as its line holds. Reading this waits for the GPU.
+        if not self._is_unet:
+            products = (line.product for line in self._lines)
+            turns = any(product is not None and bool((product < 0).any()) for product in products)
+            # A short run whose answers turned once stays hard to tell.
+            self._turns = turns or (self._turns and step.count < self._long)
         # A step has fewer calls where guidance ends.
         self._lines = [line for line in self._lines if line.latest == step.index - 1]
         self._form = form
@@ -229,7 +231,7 @@ class Forecasts:
             why = reasons.CHANGES
         elif not step.is_even:
             why = reasons.UNEVEN
-        elif self._turns and not self._is_unet:
+        elif self._turns:
             why = reasons.TURNS
         else:
             return True
@@ -239,17 +241,20 @@ class Forecasts:
     def _why_all_run(self, step: Step) -> str:
         if step.count < SHORTEST:
             return reasons.too_short(step.count, SHORTEST)
-        is_rough = self._is_unet and not self._is_settled(step)
+        is_rough = self._is_rough(step)
         return reasons.too_short(step.count, self._long) if is_rough else reasons.EDIT
 
     def _running(self, step: Step) -> frozenset[int]:
         """The steps in which the model runs."""
         is_settled = self._is_settled(step)
         is_edit = is_settled and step.from_noise and step.count < _SHORTEST_EDIT
-        is_rough = self._is_unet and step.count < self._long and not is_settled
-        if is_edit or is_rough:
+        if is_edit or self._is_rough(step):
             return frozenset(range(step.count))
         return steps_that_run(self._ratio, step.count, is_settled, self._is_unet)
+
+    def _is_rough(self, step: Step) -> bool:
+        """Whether the step is of a UNet's run that is neither long nor settled."""
+        return self._is_unet and step.count < self._long and not self._is_settled(step)
 
     def _first(self, step: Step) -> int:
         """The number of answers that the first forecast, also after a change, has to follow."""
