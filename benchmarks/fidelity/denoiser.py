@@ -54,11 +54,12 @@ UNET: dict[str, Any] = {
 
 
 class Crop(NamedTuple):
-    """A square part of a photo at ``top``, ``left``."""
+    """A square part of a photo at ``top``, ``left``; ``side`` in pixels of the photo."""
 
     photo: str
     top: int
     left: int
+    side: int = SIDE
 
 
 class Pixels(comfy.latent_formats.LatentFormat):
@@ -115,7 +116,7 @@ def place(crop: Crop, side: int = SIDE) -> Tensor:
         ``[16, side, side]``, of the same crop whatever its side in tokens.
     """
     shape = (side, side)
-    steps = (torch.arange(side) + 0.5) * SIDE / side
+    steps = (torch.arange(side) + 0.5) * crop.side / side
     rows, columns = crop.top + steps, crop.left + steps
     times = 2.0 ** torch.arange(PLACE_CHANNELS // 4)[:, None, None]
     places = (rows[:, None].expand(shape), columns.expand(shape))

@@ -3,11 +3,11 @@
 python3 dev.py bench --forecasts [--quick] [--only WORDS ...]
 
 Each pair of a sampler, a number of steps, a guidance scale, a negative prompt or none, a situation
-and a schedule occurs, on the exact denoiser, and all other samplers alone. Some graphs run on the
-trained judge of pictures, too.
-With ``--quick``, pairs among samplers, situations and schedules need not occur, the judge runs only
-in 8 steps, and nothing is kept. With ``--only``, only graphs run whose words contain one of these,
-and nothing is kept. The exit code is 1 if a cell is over the limit.
+and a schedule occurs, on the exact denoiser, and all other samplers alone. Some graphs run on small
+trained models, too.
+With ``--quick``, pairs among samplers, situations and schedules need not occur, trained models run
+only in 8 steps, and nothing is kept. With ``--only``, only graphs run whose words contain one of
+these, and nothing is kept. The exit code is 1 if a cell is over the limit.
 """
 
 import argparse
@@ -30,6 +30,7 @@ from benchmarks.forecasts import page  # noqa: E402
 from benchmarks.forecasts.cells import SAMPLERS, Cell, Graph, cell  # noqa: E402
 from benchmarks.forecasts.pairs import cover  # noqa: E402
 from benchmarks.forecasts.situations import SITUATIONS  # noqa: E402
+from benchmarks.forecasts.subjects import TRAINED_FLOW, TRAINED_UNET, UNET  # noqa: E402
 from benchmarks.machine import origin  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -41,12 +42,15 @@ PAIRED = (
 )
 """The samplers under which steps are forecast, and one for each reason why none are."""
 
+_OF_NETWORKS = ("adapter", "Deep Shrink")
+"""The first words of situations with nodes that change the inside of a UNet."""
+
 AXES: dict[str, Sequence[Any]] = {
     "sampler": PAIRED,
     "steps": (8, 10, 20, 30),
     "guidance": (1.0, 3.0, 7.0),
     "negative": (True, False),
-    "situation": tuple(SITUATIONS),
+    "situation": tuple(name for name in SITUATIONS if not name.startswith(_OF_NETWORKS)),
     "schedule": tuple(
         (scheduler, shift) for scheduler in comfy.samplers.SCHEDULER_NAMES for shift in SHIFTS
     ),
@@ -64,11 +68,28 @@ UNET_AXES: dict[str, Sequence[Any]] = {
     "situation": tuple(
         name
         for name, situation in SITUATIONS.items()
-        if not (situation.is_video or name.startswith(_OF_FLOWS))
+        if not (situation.is_video or name.startswith((*_OF_FLOWS, *_OF_NETWORKS)))
     ),
     "schedule": tuple((scheduler, None) for scheduler in comfy.samplers.SCHEDULER_NAMES),
 }
 """The same for UNets."""
+
+TRAINED_UNET_AXES: dict[str, Sequence[Any]] = {
+    "sampler": ("euler", "euler_ancestral", "ddpm", "dpmpp_2m", "res_multistep"),
+    "steps": (20, 25, 30),
+    "guidance": (1.0, 4.0, 5.0, 7.0, 9.0),
+    "negative": (True, False),
+    "situation": (
+        *("plain", "second prompt 0.2 to 0.8", "second prompt 0 to 0.5"),
+        *(name for name in SITUATIONS if name.startswith(_OF_NETWORKS)),
+        *("PAG", "second pass, denoise 0.5", "EasyCache before ours", "EasyCache after ours"),
+    ),
+    "schedule": tuple(
+        (scheduler, None)
+        for scheduler in ("karras", "normal", "simple", "sgm_uniform", "beta", "exponential")
+    ),
+}
+"""The same for the trained UNet."""
 
 LONG_AXES = ("sampler", "situation", "schedule")
 
@@ -79,7 +100,7 @@ def graphs(is_quick: bool) -> list[Graph]:
     others = [sampler for sampler in SAMPLERS if sampler not in PAIRED]
     return [
         *(_graph(**row) for row in cover(AXES, apart)),
-        *(_graph(**row, is_unet=True) for row in cover(UNET_AXES, apart)),
+        *(_graph(**row, on=UNET) for row in cover(UNET_AXES, apart)),
         *(Graph(sampler, 8, 3.0, True, "plain", "simple", 3.0) for sampler in others),
     ]
 
@@ -89,8 +110,8 @@ def _graph(schedule: tuple[str, float | None], **others: Any) -> Graph:
     return Graph(scheduler=scheduler, shift=shift, **others)
 
 
-def judged_graphs(is_quick: bool) -> list[Graph]:
-    """Those on the trained judge: where forecasts did harm once, and the plain graphs beside."""
+def trained_graphs(is_quick: bool) -> list[Graph]:
+    """Those on trained models: where forecasts did harm once, and the plain graphs beside."""
     asked: list[tuple[int, float, str, str]] = [
         *((steps, scale, "plain", "euler") for steps in (8, 10, 20) for scale in (3.0, 5.0, 7.0)),
         *((steps, 6.0, "prompts in two calls", "euler") for steps in (8, 10)),
@@ -102,19 +123,21 @@ def judged_graphs(is_quick: bool) -> list[Graph]:
         *((20, 3.0, "plain", sampler) for sampler in ("dpmpp_2m", "dpmpp_2m_sde", "dpmpp_sde")),
         *((8, 3.0, "plain", sampler) for sampler in ("res_multistep", "euler_cfg_pp", "heun")),
     ]
+    of_unets = () if is_quick else cover(TRAINED_UNET_AXES)
     # Two noise levels near the highest are so close that a line through their answers leads far.
     close = (("simple", 30), ("beta", 17), ("beta", 18))
-    judged = [
+    trained = [
         *(
-            Graph(sampler, steps, scale, False, situation, "simple", None, is_judged=True)
+            Graph(sampler, steps, scale, False, situation, "simple", None, on=TRAINED_FLOW)
             for steps, scale, situation, sampler in asked
         ),
         *(
-            Graph("euler", steps, 3.0, False, "plain", scheduler, 11.0, is_judged=True)
+            Graph("euler", steps, 3.0, False, "plain", scheduler, 11.0, on=TRAINED_FLOW)
             for scheduler, steps in close
         ),
+        *(_graph(**row, on=TRAINED_UNET) for row in of_unets),
     ]
-    return [graph for graph in judged if graph.steps == 8 or not is_quick]
+    return [graph for graph in trained if graph.steps == 8 or not is_quick]
 
 
 def main() -> int:
@@ -128,7 +151,7 @@ def main() -> int:
     warnings.simplefilter("ignore", UserWarning)
     logging.getLogger().setLevel(logging.ERROR)
     logging.getLogger("tome_nodes").propagate = False
-    asked = [*graphs(arguments.quick), *judged_graphs(arguments.quick)]
+    asked = [*graphs(arguments.quick), *trained_graphs(arguments.quick)]
     rows: list[tuple[Graph, Cell]] = []
     for graph in asked:
         if any(words in graph.in_words() for words in arguments.only):

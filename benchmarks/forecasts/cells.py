@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from statistics import mean
 from typing import Any
 from unittest import mock
@@ -28,6 +28,9 @@ from tome_nodes.settings.presets import PRESET, settings_of
 
 MOST, NOTHING = 1.15, 0.005
 """Ours may change the result at most so many times as fewer steps do, or by so much."""
+
+_MANY = 2**20
+"""More tokens than anything here has."""
 
 SEEDS = (1, 2, 3, 4)
 """Those of samplers that add noise; others have the first only."""
@@ -61,8 +64,7 @@ class Graph:
         situation: the name of what else there is in it.
         scheduler: its name.
         shift: that of the noise levels; None for that of the model.
-        is_judged: whether the trained judge runs, not the exact denoiser.
-        is_unet: whether the exact denoiser stands for a UNet, not for a flow.
+        on: the name of what runs, see :mod:`benchmarks.forecasts.subjects`.
     """
 
     sampler: str
@@ -72,8 +74,7 @@ class Graph:
     situation: str
     scheduler: str
     shift: float | None
-    is_judged: bool = False
-    is_unet: bool = False
+    on: str = subjects.FLOW
 
     @property
     def seeds(self) -> tuple[int, ...]:
@@ -83,16 +84,16 @@ class Graph:
     @property
     def subject(self) -> Subject:
         """What it is run on."""
-        return _subject(self.is_judged, self.is_unet, SITUATIONS[self.situation].is_video)
+        return subjects.of_name(self.on, SITUATIONS[self.situation].is_video)
 
     def in_words(self) -> str:
         """Its values, in one line."""
         negative = "a" if self.negative else "no"
         shift = "" if self.shift is None else f" with shift {self.shift:g}"
-        judged = ", on the judge" if self.is_judged else ", on a UNet" if self.is_unet else ""
+        on = "" if self.on == subjects.FLOW else f", on the {self.on}"
         return (
             f"{self.situation}, {self.sampler}, {self.steps} steps, {self.scheduler}{shift}, "
-            f"guidance {self.guidance:g}, {negative} negative prompt{judged}"
+            f"guidance {self.guidance:g}, {negative} negative prompt{on}"
         )
 
 
@@ -244,15 +245,10 @@ def run(graph: Graph, seed: int, with_ours: bool = False, steps: int | None = No
     return Result(latent, counter.evaluated)
 
 
-@cache
-def _subject(is_judged: bool, is_unet: bool, is_video: bool) -> Subject:
-    if is_judged or is_unet:
-        return subjects.judge() if is_judged else subjects.unet_pictures()
-    return subjects.videos() if is_video else subjects.pictures()
-
-
 def _ours(model: ModelPatcher) -> ModelPatcher:
-    return attach(model, ToMeConfig(**settings_of(PRESET.default, {})))
+    """The node's defaults without merging, whose change is no concern of this table."""
+    settings = settings_of(PRESET.default, {})
+    return attach(model, ToMeConfig(**settings | {"min_tokens": _MANY}))
 
 
 class _Counter:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.forecasts.cells import ASIDE, FORECAST, MOST, NONE, NOTHING, SEEDS, Cell, Graph
+from benchmarks.forecasts.subjects import TRAINED_FLOW, TRAINED_UNET
 from benchmarks.speed.figures import grid, joined
 
 Rows = Sequence[tuple[Graph, Cell]]
@@ -38,8 +39,8 @@ def markdown(taken: Mapping[str, Any], summary: str, rows: Rows) -> str:
         summary: the last line.
         rows: all graphs and cells.
     """
-    exact = [(graph, cell) for graph, cell in rows if not graph.is_judged]
-    judged = [(graph, cell) for graph, cell in rows if graph.is_judged]
+    trained = (TRAINED_FLOW, TRAINED_UNET)
+    exact = [(graph, cell) for graph, cell in rows if graph.on not in trained]
     worst = sorted(rows, key=lambda row: -row[1].ratio)[:_WORST]
     return joined(
         [
@@ -62,8 +63,14 @@ def markdown(taken: Mapping[str, Any], summary: str, rows: Rows) -> str:
             ),
             "## The worst cells",
             _cells(worst),
-            "## On the trained judge of pictures",
-            _cells(judged),
+            *(
+                part
+                for name in trained
+                for part in (
+                    f"## On the {name}",
+                    _cells([row for row in rows if row[0].on == name]),
+                )
+            ),
             "## Why nothing was forecast",
             _whys(rows, ASIDE),
             "## What cannot run without ours either",

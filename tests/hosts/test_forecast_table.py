@@ -18,6 +18,7 @@ from benchmarks.forecasts import __main__ as command
 from benchmarks.forecasts import cells, denoiser, page, pairs
 from benchmarks.forecasts.cells import ASIDE, FORECAST, NONE, WRONG, Cell, Graph
 from benchmarks.forecasts.situations import SITUATIONS
+from benchmarks.forecasts.subjects import TRAINED_FLOW
 
 PLAIN = Graph("euler", 8, 3.0, True, "plain", "simple", 3.0)
 
@@ -193,11 +194,11 @@ def test_the_command_keeps_a_page_and_fails_for_a_cell_over_the_limit(
     over = Cell(FORECAST, 8, 6, 6, change=0.3, change_by_fewer=0.2)
     under = Cell(FORECAST, 8, 6, 6, change=0.1, change_by_fewer=0.2)
     graphs = {PLAIN: under, replace(PLAIN, steps=10): Cell(ASIDE, 10, 10, why="it may not")}
-    judged = {replace(PLAIN, steps=20, is_judged=True): over}
+    trained = {replace(PLAIN, steps=20, on=TRAINED_FLOW): over}
     monkeypatch.setattr(command, "RESULTS", tmp_path)
     monkeypatch.setattr(command, "graphs", lambda is_quick: [*graphs])
-    monkeypatch.setattr(command, "judged_graphs", lambda is_quick: [*judged])
-    monkeypatch.setattr(command, "cell", (graphs | judged).get)
+    monkeypatch.setattr(command, "trained_graphs", lambda is_quick: [*trained])
+    monkeypatch.setattr(command, "cell", (graphs | trained).get)
     monkeypatch.setattr(sys, "argv", ["forecasts"])
     assert command.main() == 1
     last = capsys.readouterr().out.splitlines()[-1]
@@ -206,7 +207,7 @@ def test_the_command_keeps_a_page_and_fails_for_a_cell_over_the_limit(
     text = (tmp_path / "forecasts.md").read_text(encoding="utf-8")
     assert last in text
     assert "it may not" in text
-    monkeypatch.setattr(command, "judged_graphs", lambda is_quick: [])
+    monkeypatch.setattr(command, "trained_graphs", lambda is_quick: [])
     assert command.main() == 0
 
 
