@@ -300,6 +300,19 @@ def test_answers_of_a_unet_that_turn_back_are_held():
     assert torch.equal(kept.predict(SIXTH, ONE), ONE)
 
 
+@pytest.mark.parametrize("is_unet", [False, True])
+def test_answers_of_a_unet_that_change_suddenly_in_one_sample_begin_anew(is_unet):
+    """As where a patch of another node ends in the middle of a run. The fifth step runs as well."""
+    change, jump = latent(1), latent(2)
+    jumps = torch.tensor([0.0, 1.0]).view(2, 1, 1, 1) * 10 * jump
+    kept = unet_after(*(ONE + index * change for index in range(5)), is_unet=is_unet)
+    sixth, *others = (at(index, index - 4.0, 20, latent_share=0.8) for index in range(5, 12))
+    changed = [ONE + index * change + jumps for index in range(5, 12)]
+    assert run(kept, replace(sixth, is_active=False), changed[0]) is changed[0]
+    forecast = [kept.predict(step, ONE) for step in others[:1]]
+    assert (forecast[0] is None) == is_unet
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_forecasts_of_a_unet_keep_the_precision_of_the_latent(dtype):
     answers = [(ONE + index * CHANGE).to(dtype) for index in range(5)]
@@ -486,6 +499,14 @@ def test_noise_of_a_unet_may_fall_faster_than_in_the_mean_step_but_not_than_befo
     levels = [-4, -3, -2, 4, 6]
     assert is_even(levels, 3, is_unet=True) and not is_even(levels, 3)
     assert not is_even([-4, -2, 0, 5, 6], 2, is_unet=True)
+
+
+@pytest.mark.parametrize("is_unet", [False, True])
+def test_a_sampler_that_looks_back_on_a_unet_minds_the_step_after_the_next_answer(is_unet):
+    levels = [-4, -2, 0, 2, 6, 8]
+    assert is_even(levels, 2, SAMPLERS["dpmpp_2m"].faster, is_unet) != is_unet
+    assert is_even(levels, 2, SAMPLERS["euler"].faster, is_unet)
+    assert is_even(levels, 1, SAMPLERS["dpmpp_2m"].faster, is_unet)
 
 
 def test_samplers_that_look_back_need_noise_that_falls_more_evenly():

@@ -6,6 +6,7 @@ A forecast goes on only while it stays the same. It is read from the guider, and
 
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 GUIDANCE = ("sampler_cfg_function", "sampler_pre_cfg_function", "sampler_post_cfg_function")
@@ -42,13 +43,13 @@ def has_momentum(options: Mapping[str, Any]) -> bool:
 
 
 def _ranges(options: Mapping[str, Any], sigma: float) -> Iterator[Hashable]:
-    """On which side of their bounds the functions of guidance are.
+    """On which side of their bounds functions are that guide, or change the inside of the model.
 
-    ComfyUI keeps the bounds nowhere but in variables of such functions, such as ``sigma_start``.
+    The bounds are kept nowhere but in what such functions hold, by names such as ``sigma_start``.
     """
-    for function in _guidance(options):
-        for name, value in _enclosed(function):
-            if "sigma" in name and isinstance(value, int | float):
+    for function in (*_guidance(options), *_patches(options)):
+        for name, value in _held(function):
+            if "sigma" in name:
                 yield sigma >= value
 
 
@@ -56,6 +57,41 @@ def _guidance(options: Mapping[str, Any]) -> Iterator[Any]:
     for name in GUIDANCE:
         functions = options.get(name) or ()
         yield from functions if isinstance(functions, list) else [functions]
+
+
+def _patches(options: Mapping[str, Any]) -> Iterator[Any]:
+    """The functions that change the inside of the model, such as those of an IP-Adapter."""
+    changes = options.get("transformer_options") or {}
+    for functions in (changes.get("patches") or {}).values():
+        yield from functions
+    for replacements in (changes.get("patches_replace") or {}).values():
+        yield from replacements.values()
+    if (wrapper := options.get("model_function_wrapper")) is not None:
+        yield wrapper
+
+
+def _held(function: Any) -> Iterator[tuple[str, float]]:
+    """The names and values of numbers that a function, or the object that it is, goes by."""
+    owner = getattr(function, "__self__", function)
+    given = function.keywords if isinstance(function, partial) else {}
+    for held in (_enclosed(function), getattr(owner, "__dict__", {}).items(), given.items()):
+        for name, value in held:
+            yield from _numbers(name, value)
+
+
+def _numbers(name: str, value: Any, deep: int = 2) -> Iterator[tuple[str, float]]:
+    """A number by its name, or those in lists and mappings, one in another at most ``deep`` times.
+
+    Some nodes keep all that they were given in one mapping.
+    """
+    if isinstance(value, int | float):
+        yield name, value
+    elif deep and isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _numbers(str(key), part, deep - 1)
+    elif deep and isinstance(value, list | tuple):
+        for part in value:
+            yield from _numbers(name, part, deep - 1)
 
 
 def _enclosed(function: Any) -> Iterator[tuple[str, Any]]:

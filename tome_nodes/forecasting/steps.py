@@ -118,14 +118,17 @@ def is_even(
         levels: the logarithm of signal to noise of every step.
         index: the number of the step, from 0.
         faster: how many times as much the logarithm may grow in the next step as in this one.
-        is_unet: whether the model is a UNet; it may grow as fast as it likes in one of its steps.
+        is_unet: whether the model is a UNet. There, the logarithm may grow fast in a part of the
+            run. But a sampler that looks back, which has a ``faster`` of its own, would put a line
+            through the forecast and the next answer, so the step after that counts, too.
     """
     if not 0 < index < len(levels) - 1:
         return True
-    before, now, after = levels[index - 1 : index + 2]
     mean = (levels[-1] - levels[0]) / (len(levels) - 1)
-    is_fast = now - before > _FAST * mean and not is_unet
-    return not is_fast and after - now <= faster * (now - before)
+    steps = 3 if is_unet and faster < FASTER else 2
+    gaps = [after - before for before, after in pairwise(levels[index - 1 : index + steps])]
+    is_fast = gaps[0] > _FAST * mean and not is_unet
+    return not is_fast and all(after <= faster * before for before, after in pairwise(gaps))
 
 
 def are_apart(levels: Sequence[float]) -> bool:
