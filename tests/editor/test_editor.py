@@ -11,7 +11,6 @@ from playwright.sync_api import TimeoutError, expect
 
 from tome_nodes.comfyui.node_texts import CAPTIONS
 from tome_nodes.comfyui.node_texts import PATCH as CAPTION
-from tome_nodes.settings import removed
 from tome_nodes.settings.presets import FREE
 from tools.editor import (
     HAS_NODES,
@@ -373,63 +372,6 @@ def test_node_of_nodes_2_has_no_empty_half(editor):
         assert left_free() == pytest.approx(free, abs=0.01)
 
 
-GONE = {name: gone.default for name, gone in removed.OPTIONS.items()}
-
-
-def earlier_graph(**settings):
-    """A workflow of the version that had all inputs that are gone."""
-    graph = sample_graph()
-    defaults = {option.name: option.default for option in CAPTION.options}
-    given = defaults | GONE | {"max_downsample": "auto"} | settings
-    names = [*ALL]
-    for name, gone in removed.OPTIONS.items():
-        names.insert(names.index(gone.followed_by), name)
-    node = node_of(graph, PATCH_TYPE)
-    node["widgets_values"] = [given[name] for name in names]
-    # Not all versions of the editor save inputs without a link.
-    for name in GONE:
-        slot = {"name": name, "type": "INT", "widget": {"name": name}, "link": None}
-        node["inputs"].append(slot)
-    return graph
-
-
-@in_both_front_ends
-@in_both_designs
-def test_file_of_an_earlier_version_opens_with_its_values(editor):
-    settings = {
-        **{"preset": "custom", "ratio": 0.35, "sx": 4, "sy": 3, "use_rand": False},
-        **{"min_tokens": 7, "proportional_attn": False, "forecast": True},
-    }
-    editor.open(earlier_graph(**settings))
-    assert patch_inputs(editor).items() >= settings.items()
-    assert patch_inputs(editor).keys() == {"model", *ALL}
-    slots = node_of(json.loads(editor.save()), PATCH_TYPE)["inputs"]
-    assert GONE.keys().isdisjoint(slot["name"] for slot in slots)
-    before = patch_inputs(editor)
-    reopen(editor)
-    assert patch_inputs(editor) == before
-    editor.open(earlier_graph(preset="quality", sx=3, forecast=True))
-    assert patch_inputs(editor).keys() == {"model", *FEW}
-    assert patch_inputs(editor)["preset"] == "balanced"
-    editor.page.evaluate(CHOOSE, "custom")
-    assert patch_inputs(editor).items() >= {"sx": 3, "forecast": True, "use_rand": True}.items()
-    assert editor.warnings() == editor.errors == []
-
-
-@in_both_front_ends
-@pytest.mark.parametrize("gone", GONE)
-def test_file_that_counts_on_an_input_that_is_gone_opens_with_a_warning(fresh_editor, gone):
-    # Of the required front end, and of the newest.
-    notices = fresh_editor.page.locator(".p-toast-message, [data-testid=toast]")
-    warning = notices.filter(has_text=f"This workflow has {gone}=3")
-    fresh_editor.open(earlier_graph(**{gone: 3}, preset="custom", forecast=True))
-    expect(warning).to_be_visible()
-    assert patch_inputs(fresh_editor)["forecast"] is True
-    # Under a preset, it did not count.
-    fresh_editor.open(earlier_graph(**{gone: 3}, preset="fast"))
-    expect(warning).to_have_count(1)
-
-
 def expect_refusal(editor, name, sentence):
     """Run the graph; one input is marked, and says why."""
     editor.run()
@@ -438,12 +380,6 @@ def expect_refusal(editor, name, sentence):
     expect(infos).to_have_count(1)
     editor.page.get_by_role("button", name=f"Info for {PATCH} - {name}").click()
     expect(editor.page.get_by_text(sentence)).to_be_visible()
-
-
-@in_both_front_ends
-def test_file_with_a_value_that_is_gone_is_refused_with_what_to_take(fresh_editor):
-    fresh_editor.open(earlier_graph(preset="custom", scope="block"))
-    expect_refusal(fresh_editor, "scope", "scope='block' is gone: take scope='stack' instead")
 
 
 @in_both_designs_unfolded

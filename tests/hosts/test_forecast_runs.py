@@ -392,7 +392,7 @@ def test_the_report_says_how_many_steps_were_forecast(flux):
     assert not any(line.startswith(("Merged", "Nothing", "Steps: merged")) for line in lines)
     assert "Settings: ratio 0.60" in lines
     assert hint_for(run) is None
-    for view in ("merge map", "heat map", "chart"):
+    for view in ("merge map", "chart"):
         page = report_of(run, view)
         assert page.text.splitlines() == lines
         # A square of 40 pixels for each step, above a line of words.

@@ -3,7 +3,6 @@
 import re
 
 import pytest
-import torch
 from common import relative_error
 from every_option import EVERY_OPTION
 from host import sample
@@ -151,29 +150,3 @@ def test_apply_patch_takes_a_preset(log_messages):
     assert log_messages() == [
         "[ToMe] merged 3/3 blocks (256 -> 192 tokens), ratio 0.25, window, stack scope"
     ]
-
-
-def test_the_node_and_apply_patch_take_what_earlier_versions_had(sd15):
-    expected = sample(patched(sd15), **SIZE)
-    for given in (
-        {"preset": "quality", "st": 0, "refresh_steps": 0},
-        {"settings": '{"preset": "quality", "st": 0}'},
-    ):
-        assert torch.equal(sample(patched(sd15, **given), **SIZE), expected)
-    with pytest.raises(OptionError, match=r"st=1 is not allowed: .* leave st out"):
-        patched(sd15, st=1)
-    unet = make_unet("one_level")
-    merged = call(tome_nodes.apply_patch(unet, preset="balanced"), 999, grid=(16, 16))
-    tome_nodes.apply_patch(unet, preset="quality", st=0)
-    assert torch.equal(call(unet, 999, grid=(16, 16)), merged)
-    for gone in (
-        {"st": 2},
-        {"refresh_steps": 4},
-        {"scope": "block"},
-        {"strategy": "pool"},
-        {"attn_tokens": "q"},
-    ):
-        ((name, value),) = gone.items()
-        with pytest.raises(ValueError, match=f"{name}={value!r} is "):
-            tome_nodes.apply_patch(unet, **gone)
-    assert torch.equal(call(unet, 999, grid=(16, 16)), merged)

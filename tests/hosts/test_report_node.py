@@ -68,11 +68,9 @@ def test_each_view_of_a_run_is_a_different_picture(server, shown):
     assert "not writable" not in server.log
 
 
-def test_a_view_that_went_is_read_as_the_merge_map_and_another_is_refused(server, shown):
+def test_a_view_that_is_not_there_is_refused(server):
     graph = with_report(seed=19, image=["decode", 0])
-    graph["saved"] = report(view="heat map", image=["decode", 0])
-    (_, new), (_, saved) = shown(graph).values()
-    assert saved.tobytes() == new.tobytes()
+    graph["saved"] = report(image=["decode", 0])
     for view in "map", ["heat map"], {"a": 1}:
         graph["saved"]["inputs"]["view"] = {"__value__": view}
         errors = server.post("/prompt", {"prompt": graph})["node_errors"]["saved"]["errors"]

@@ -139,8 +139,6 @@ def test_a_model_alone_gives_the_same_as_a_new_node_of_the_editor(server, pixels
     )
     assert pixels(with_patch(**new)) == alone
     assert pixels(with_patch(preset="fast")) != alone
-    # As a prompt of an earlier version says it.
-    assert pixels(with_patch(preset="quality", st=0)) == alone
 
 
 def test_same_settings_same_image_after_the_server_forgot_the_first(server, pixels):

@@ -126,7 +126,7 @@ def test_only_modules_of_these_libraries_that_stay_are_imported(library, expecte
 
 @pytest.mark.parametrize("strategy", OPTIONS["strategy"].choices)
 def test_a_strategy_is_named_only_where_it_is_chosen(strategy):
-    chosen = {f"settings.{part}" for part in ("config", "presets", "removed")}
+    chosen = {f"settings.{part}" for part in ("config", "presets")}
     for name, file in MODULES.items():
         if name in {*chosen, "strategies", f"strategies.{strategy}"}:
             continue

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from ..settings.config import OPTIONS
 from ..settings.options import REPORT_OPTIONS, TUNE_OPTIONS, Option
 from ..settings.presets import PRESET
-from ..settings.removed import OPTIONS as REMOVED
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,6 @@ class Caption:
         inputs: its inputs for links, in order; in the editor they come before the options.
         options: its other inputs, in order.
         outputs: its outputs, in order.
-        former: inputs that it had in earlier versions, and that saved prompts may have.
     """
 
     id: str
@@ -50,16 +48,11 @@ class Caption:
     inputs: tuple[Slot, ...]
     options: tuple[Option, ...] = ()
     outputs: tuple[Slot, ...]
-    former: tuple[str, ...] = ()
 
     @property
     def names(self) -> list[str]:
         """The names of all inputs, in the order of the editor."""
         return [slot.name for slot in self.inputs] + [option.name for option in self.options]
-
-    def has(self, name: str) -> bool:
-        """Whether it has an input of this name, or had one."""
-        return name in self.names or name in self.former
 
 
 PATCH = Caption(
@@ -84,7 +77,6 @@ PATCH = Caption(
     ),
     options=(PRESET, *OPTIONS.values()),
     outputs=(Slot("MODEL", "The patched model, for the sampler.", "MODEL"),),
-    former=tuple(REMOVED),
 )
 
 REMOVE = Caption(

@@ -3,7 +3,6 @@
 import inspect
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,6 @@ from comfy_api.v0_0_2 import ComfyExtension, io, ui
 
 from .. import reasons
 from ..report import pages
-from ..settings import removed
 from ..settings.options import SAMPLING, Option
 from ..settings.presets import CUSTOM, FREE, PRESET
 from ..tuning.search import SPEED, UNPATCHED, Wish
@@ -71,14 +69,8 @@ def _input(option: Option) -> io.Input:
         "advanced": option.advanced,
     }
     if option is PRESET:
-        # web/js/preset.js and web/js/earlier.js read it.
-        gone = [{"name": name, **asdict(each)} for name, each in removed.OPTIONS.items()]
-        extras["extra_dict"] = {
-            "custom": CUSTOM,
-            "free": [*FREE],
-            "read_as": {**removed.PRESETS},
-            "gone": gone,
-        }
+        # web/js/preset.js reads it.
+        extras["extra_dict"] = {"custom": CUSTOM, "free": [*FREE]}
     if option.name == "seed":
         # Otherwise the editor changes the seed after every run, and so the image.
         extras["control_after_generate"] = False
@@ -113,9 +105,7 @@ def _validation(*names: str) -> Any:
 class ToMePatchModel(io.ComfyNode):
     """Patch a model so that it merges tokens while it samples."""
 
-    validate_inputs = _validation(
-        "settings", *(option.name for option in PATCH.options), *PATCH.former
-    )
+    validate_inputs = _validation("settings", *(option.name for option in PATCH.options))
 
     @classmethod
     def define_schema(cls) -> io.Schema:

@@ -11,7 +11,6 @@ from typing import Any
 
 from comfy_execution.utils import get_executing_context
 
-from ..settings.removed import VIEWS
 from .node_texts import CAPTIONS
 from .validation import fault
 from .workflow import running_server
@@ -39,9 +38,6 @@ def _look(request: Any) -> Any:
         if not isinstance(node.get("inputs"), dict):
             node["inputs"] = {}
         inputs = node["inputs"]
-        for gone, view in VIEWS.items():
-            if inputs.get("view") == gone:
-                inputs["view"] = view
         error = fault(caption, inputs)
         if error is not None:
             faulty, messages[number] = error

@@ -57,7 +57,7 @@ def _options_in(settings: str) -> dict[str, Any]:
         raise _fault_of_settings(settings, "it must be a JSON object of inputs by name")
     names = [option.name for option in PATCH.options]
     for name in options:
-        if name not in (*names, *PATCH.former):
+        if name not in names:
             raise _fault_of_settings(settings, f"there is no {name}; there are {', '.join(names)}")
     return options
 
@@ -92,7 +92,7 @@ def check(caption: Caption, inputs: Mapping[str, Any]) -> None:
             if not is_left_out and not _IS_OF_TYPE[slot.type](value):
                 must = f"it must be of type {slot.type}"
                 raise OptionTypeError(name, f"{name}={shown(value)} is not allowed: {must}")
-        elif not caption.has(name):
+        elif name not in caption.names:
             raise OptionError(name, _unknown(caption, name, shown(value)))
 
 
@@ -129,7 +129,7 @@ def fault(caption: Caption, inputs: Mapping[str, Any]) -> tuple[str, str] | None
 
 def _known(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """The inputs of the patch node whose values are known before the run."""
-    known = {name: _unwrapped(inputs[name]) for name in PATCH.former if name in inputs}
+    known = {}
     if not isinstance(settings := _unwrapped(inputs.get("settings", [])), list):
         known["settings"] = settings
     for option in PATCH.options:
@@ -158,7 +158,7 @@ def _fault_of_links(caption: Caption, inputs: Mapping[str, Any]) -> str | None:
             must = f"it must be a link to an output of type {slot.type}"
             return f"{slot.name}={shown(value)} is not allowed: {must}"
     for name, value in inputs.items():
-        if is_link(value) and not caption.has(name):
+        if is_link(value) and name not in caption.names:
             return _unknown(caption, name, f"{value}")
     return None
 

@@ -6,7 +6,6 @@ from typing import Any, TypeVar
 
 from ..settings.config import OPTIONS, ToMeConfig
 from ..settings.presets import CUSTOM, settings_of
-from ..settings.removed import OPTIONS as REMOVED
 
 Model = TypeVar("Model")
 
@@ -66,10 +65,10 @@ def apply_patch(
 
     Raises:
         TypeError: the model is none of these, or an option is unknown or has the wrong type.
-        ValueError: an option is out of range, gone or has no effect under the preset, or a
+        ValueError: an option is out of range or has no effect under the preset, or a
             transformer is not to be forecast, or is without its pipeline. The model is not changed.
     """
-    unknown = [name for name in options if name not in OPTIONS and name not in REMOVED]
+    unknown = [name for name in options if name not in OPTIONS]
     if unknown:
         raise TypeError(
             f"apply_patch has no option {', '.join(unknown)}; it has {', '.join(OPTIONS)}, preset"

@@ -9,7 +9,6 @@ from typing import Any
 
 from .config import OPTIONS
 from .options import Option, OptionError, is_plain, shown
-from .removed import current
 
 FREE = ("ratio", "start_percent", "end_percent", "seed", "backend")
 """The options that no preset decides."""
@@ -91,13 +90,11 @@ def settings_of(
         defaults: the values of options that the user did not set.
 
     Raises:
-        OptionError: there is no such preset, an option would not count, or one is gone.
+        OptionError: there is no such preset, or an option would not count.
     """
-    given = current({"preset": preset, **given})
-    preset = given.pop("preset")
     PRESET.check(preset)
     if preset == CUSTOM:
-        return given
+        return {**given}
     for name, value in given.items():
         if name not in FREE and not (is_plain(value) and value == defaults[name]):
             raise OptionError(
