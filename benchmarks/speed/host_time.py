@@ -216,12 +216,30 @@ def unlaunched() -> Iterator[list[_Unlaunched]]:
         yield stand_ins
 
 
+class _Calls:
+    """A context that counts the functions of Python and of C that are called in it."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __enter__(self) -> None:
+        self._before = sys.getprofile()
+        sys.setprofile(self._seen)
+
+    def __exit__(self, *error: object) -> None:
+        sys.setprofile(self._before)
+
+    def _seen(self, frame: Any, event: str, argument: Any) -> None:
+        self.count += event in ("call", "c_call")
+
+
 Figures = Mapping[str, Any]
 """What a method adds to an evaluation.
 
 ``unpatched``: milliseconds of an evaluation of the unpatched model; ``added``: milliseconds that
 merging adds, median over the rounds, and their ``quartiles``; ``launches``: launches that it adds
-to an evaluation, on average over a run; ``blocks``: the blocks that merge.
+to an evaluation, on average over a run; ``calls``: functions that it calls in the third
+evaluation; ``blocks``: the blocks that merge.
 """
 
 
@@ -234,7 +252,7 @@ def measure(model: Thin, rounds: int) -> dict[str, Figures]:
     patched = {"unpatched": subject.model}
     patched |= {name: attach(subject.model, config) for name, config in configs.items()}
     with unlaunched() as stand_ins:
-        launches, merged = {}, {}
+        launches, called, merged = {}, {}, {}
         for name, method in patched.items():
             subject.run(method, *[nullcontext()] * STEPS)
             calls = [Operators() for _ in range(STEPS)]
@@ -244,6 +262,10 @@ def measure(model: Thin, rounds: int) -> dict[str, Figures]:
             own = sum(stand_in.count for stand_in in stand_ins)
             launches[name] = (own + sum(call.count for call in calls)) / STEPS
             merged[name], _ = merged_blocks(method)
+            # The evaluations before prepare what later ones use.
+            counted = _Calls()
+            subject.run(method, nullcontext(), nullcontext(), counted)
+            called[name] = counted.count
         plain: list[float] = []
 
         def added(name: str) -> float:
@@ -269,25 +291,43 @@ def measure(model: Thin, rounds: int) -> dict[str, Figures]:
             "added": median,
             "quartiles": (low, high),
             "launches": launches[name] - launches["unpatched"],
+            "calls": called[name] - called["unpatched"],
             "blocks": merged[name],
         }
     return figures
 
 
 def goals(results: Mapping[str, Mapping[str, Figures]]) -> dict[str, float]:
-    """Milliseconds, and launches per block that merges keys and values."""
+    """Milliseconds, and launches and calls per block that merges."""
     balanced = {model: methods["balanced"] for model, methods in results.items()}
     added = {f"host_ms_{model}": figures["added"] for model, figures in balanced.items()}
     if "sdxl" in results:
         added["host_ms_sdxl_fast"] = results["sdxl"]["fast"]["added"]
     added["host_ms_idle"] = max(methods["nothing merges"]["added"] for methods in results.values())
     launches = max(figures["launches"] / figures["blocks"] for figures in balanced.values())
-    return added | {"launches": launches}
+    return added | {
+        "launches": launches,
+        **{
+            f"calls_{name}": max(
+                methods[name]["calls"] / methods[name]["blocks"] for methods in results.values()
+            )
+            for name in ("balanced", "fast")
+        },
+    }
 
 
 def table(results: Mapping[str, Mapping[str, Figures]]) -> str:
     """The figures as Markdown."""
-    head = ["model", "method", "unpatched, ms", "added, ms", "quartiles", "blocks", "launches"]
+    head = [
+        "model",
+        "method",
+        "unpatched, ms",
+        "added, ms",
+        "quartiles",
+        "blocks",
+        "launches",
+        "calls",
+    ]
     rows = [
         [
             model,
@@ -297,6 +337,7 @@ def table(results: Mapping[str, Mapping[str, Figures]]) -> str:
             "{:.2f} to {:.2f}".format(*figures["quartiles"]),
             str(figures["blocks"]),
             f"{figures['launches']:.1f}",
+            str(figures["calls"]),
         ]
         for model, methods in results.items()
         for name, figures in methods.items()
@@ -326,8 +367,8 @@ def main() -> int:
         [
             f"# Host time: `{result['command']}`",
             f"{result['machine']['description']}, {result['date']}. The median time that merging "
-            "adds to an evaluation before any kernel runs, and the launches that it adds, on "
-            "average over a run of 8 steps.",
+            "adds to an evaluation before any kernel runs, the launches that it adds, on average "
+            "over a run of 8 steps, and the functions that it calls.",
             f"`{result['summary']}`",
             page,
         ]

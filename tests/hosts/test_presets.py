@@ -14,31 +14,13 @@ from tome_nodes.comfyui.nodes import ToMePatchModel
 from tome_nodes.patching import blocks
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.options import OptionError
-from tome_nodes.settings.presets import CUSTOM, FREE, settings_of
+from tome_nodes.settings.presets import CUSTOM, FREE, PRESETS, settings_of
 from tome_nodes.strategies import cells
 
 SIZE = {"size": (16, 16), "steps": 2}
 """A map of 256 tokens, which is large enough for merging to be worth it on a CPU."""
 
-OPTIONS = {
-    "balanced": {
-        "strategy": "window",
-        "attn_tokens": "k,v",
-        "sx": 4,
-        "forecast": True,
-        "grows": True,
-    },
-    "fast": {
-        "strategy": "window",
-        "scope": "stack",
-        "attn_tokens": "k,v",
-        "forecast": True,
-        "grows": True,
-    },
-    "paper": {"max_downsample": 1, "min_tokens": 1, "proportional_attn": False},
-}
-
-every_preset = pytest.mark.parametrize("preset", OPTIONS)
+every_preset = pytest.mark.parametrize("preset", PRESETS)
 
 
 def patched(model, **inputs):
@@ -48,8 +30,8 @@ def patched(model, **inputs):
 @every_preset
 def test_a_preset_decides_all_but_what_is_free(preset):
     free = {"ratio": 0.3, "seed": 7, "start_percent": 0.1, "end_percent": 0.9, "backend": "torch"}
-    assert ToMeConfig(**settings_of(preset, free)) == ToMeConfig(**free, **OPTIONS[preset])
-    assert ToMeConfig(**settings_of(preset, {})) == ToMeConfig(ratio=0.6, **OPTIONS[preset])
+    assert ToMeConfig(**settings_of(preset, free)) == ToMeConfig(**free, **PRESETS[preset].options)
+    assert ToMeConfig(**settings_of(preset, {})) == ToMeConfig(ratio=0.6, **PRESETS[preset].options)
     assert [*FREE] == [name for name, case in EVERY_OPTION.items() if case.is_free]
     given = {"ratio": 0.3, "scope": "stack"}
     assert settings_of(CUSTOM, given) == given
@@ -71,7 +53,7 @@ def test_an_option_that_does_not_count_is_refused_unless_it_is_at_its_default(pr
 
 @every_preset
 def test_the_node_runs_the_preset(sd15, preset):
-    config = ToMeConfig(ratio=0.4, **OPTIONS[preset])
+    config = ToMeConfig(ratio=0.4, **PRESETS[preset].options)
     expected = sample(attach(sd15, config), **SIZE)
     actual = sample(patched(sd15, ratio=0.4, preset=preset), **SIZE)
     assert relative_error(actual, expected) == 0

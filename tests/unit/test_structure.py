@@ -132,8 +132,3 @@ def test_a_strategy_is_named_only_where_it_is_chosen(strategy):
             continue
         for node in nodes_of(file):
             assert not (isinstance(node, ast.Constant) and node.value == strategy), name
-
-
-def test_no_two_files_have_one_name():
-    names = [file.name for file in FILES if file.name != "__init__.py"]
-    assert len(names) == len({*names})
