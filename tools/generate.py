@@ -82,20 +82,28 @@ def files() -> dict[Path, str]:
     return made
 
 
-def outdated(language: str) -> list[str]:
-    """The texts of a language that are missing, unknown, or of an older English text."""
-    texts = dict(texts_of(english()))
-    there = dict(texts_of(json.loads(_locale(language).read_text(encoding="utf-8"))))
-    noted = json.loads(TRANSLATED.read_text(encoding="utf-8")).get(language, {})
+def unmatched(language: str) -> list[str]:
+    """The texts of a language that are missing or unknown."""
+    texts, there = dict(texts_of(english())), _texts_in(language)
     return [
         *(f"{language}: {path} is missing" for path in texts if path not in there),
         *(f"{language}: {path} is not in the English locale" for path in there.keys() - texts),
-        *(
-            f"{language}: {path} is out of date"
-            for path, text in texts.items()
-            if path in there and noted.get(path) != _digest(text)
-        ),
     ]
+
+
+def outdated(language: str) -> list[str]:
+    """The texts of a language that translate an older English text."""
+    there = _texts_in(language)
+    noted = json.loads(TRANSLATED.read_text(encoding="utf-8")).get(language, {})
+    return [
+        f"{language}: {path} is out of date"
+        for path, text in texts_of(english())
+        if path in there and noted.get(path) != _digest(text)
+    ]
+
+
+def _texts_in(language: str) -> dict[str, str]:
+    return dict(texts_of(json.loads(_locale(language).read_text(encoding="utf-8"))))
 
 
 def note_translated(language: str) -> None:
@@ -231,6 +239,9 @@ def main(arguments: list[str] | None = None) -> None:
         if file.read_text(encoding="utf-8") != text:
             file.write_text(text, encoding="utf-8")
             print(f"wrote {file.relative_to(ROOT).as_posix()}")
+    for language in languages:
+        for line in outdated(language):
+            print(line)
 
 
 if __name__ == "__main__":
