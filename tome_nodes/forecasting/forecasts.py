@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .. import reasons
 from .steps import (
+    EARLY_ON_UNET,
     LEAST_SNR,
     LONG,
     LONG_ON_UNET,
@@ -155,6 +156,7 @@ class Forecasts:
         self._is_forecast = False
         self._noise_rises = False
         self._turns = False
+        self._has_waited = False
         self._settled: bool | None = None
         self._reason: str | None = None
 
@@ -248,7 +250,7 @@ class Forecasts:
             why = reasons.CHANGES
         elif not step.is_even:
             why = reasons.UNEVEN
-        elif self._turns:
+        elif self._turns or self._waits(step):
             why = reasons.TURNS
         else:
             return True
@@ -268,6 +270,21 @@ class Forecasts:
         if is_edit or self._is_rough(step):
             return frozenset(range(step.count))
         return steps_that_run(self._ratio, step.count, is_settled, self._is_unet)
+
+    def _waits(self, step: Step) -> bool:
+        """Whether the first forecast of a UNet's long run has to wait for one more answer.
+
+        It does while there is little of a picture, and once if an answer has turned back.
+        """
+        if not self._is_unet or step.count < self._long:
+            return False
+        if step.log_snr < EARLY_ON_UNET:
+            return True
+        if self.steps or self._has_waited:
+            return False
+        cames = (line.came for line in self._lines)
+        self._has_waited = any(came is not None and bool((came < 0).any()) for came in cames)
+        return self._has_waited
 
     def _is_rough(self, step: Step) -> bool:
         """Whether the step is of a UNet's run that is neither long nor settled."""

@@ -13,6 +13,10 @@ FIRST_ON_UNET = 5
 """In a long run, a UNet runs in so many first steps: under strong guidance, its early answers go to
 and fro."""
 
+EARLY_ON_UNET = -3.2
+"""Below this logarithm of signal to noise, a UNet runs in every step of a long run: its answers
+have yet to turn to what guidance asks for."""
+
 LONG_ON_UNET = 20
 """From this many steps on, the run of a UNet is long. In a shorter one that is not settled,
 forecasts change the picture about as much as fewer steps do (benchmarks/FIDELITY.md)."""
@@ -119,16 +123,18 @@ def is_even(
         index: the number of the step, from 0.
         faster: how many times as much the logarithm may grow in the next step as in this one.
         is_unet: whether the model is a UNet. There, the logarithm may grow fast in a part of the
-            run. But a sampler that looks back, which has a ``faster`` of its own, would put a line
-            through the forecast and the next answer, so the step after that counts, too.
+            run, and ``faster`` counts as ``FASTER``. But a sampler that looks back, which has a
+            ``faster`` of its own, would put a line through the forecast and the next answer, so
+            the step after that counts, too.
     """
     if not 0 < index < len(levels) - 1:
         return True
     mean = (levels[-1] - levels[0]) / (len(levels) - 1)
     steps = 3 if is_unet and faster < FASTER else 2
     gaps = [after - before for before, after in pairwise(levels[index - 1 : index + steps])]
+    most = FASTER if is_unet else faster
     is_fast = gaps[0] > _FAST * mean and not is_unet
-    return not is_fast and all(after <= faster * before for before, after in pairwise(gaps))
+    return not is_fast and all(after <= most * before for before, after in pairwise(gaps))
 
 
 def are_apart(levels: Sequence[float]) -> bool:
