@@ -384,6 +384,33 @@ def test_a_run_says_why_nothing_was_forecast(others, why):
     assert kept.reason == why
 
 
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({3: {"is_even": False}, 18: {"is_even": False}}, reasons.TURNS),
+        (dict.fromkeys(range(1, 18), {"is_even": False}), reasons.UNEVEN),
+        # The steps between the percents say what is in the way.
+        (dict.fromkeys(range(9), {"is_active": False}), reasons.TURNS),
+        (dict.fromkeys(range(3, 19), {"is_active": False}), reasons.FORECAST_PERCENTS),
+    ],
+    ids=["one is uneven", "one turns back", "half outside of the percents", "all outside"],
+)
+def test_the_reason_is_that_of_most_steps(changes, why):
+    """Every second answer goes back."""
+    kept = Forecasts(0.6)
+    for index in range(20):
+        step = replace(at(index, float(index), 20), **changes.get(index, {}))
+        run(kept, step, ONE + index % 2 * CHANGE)
+    assert not kept.steps and kept.reason == why
+
+
+def test_a_settled_run_of_a_unet_is_not_said_to_be_too_short():
+    kept = Forecasts(0.6, is_unet=True)
+    for index in range(4):
+        run(kept, replace(at(index, float(index), 4), is_even=False, from_noise=False), ONE)
+    assert kept.reason == reasons.UNEVEN
+
+
 def test_a_run_in_which_another_node_leaves_out_the_steps_says_so():
     kept = after(*((index, float(index), ONE * index) for index in (0, 1, 3, 5)))
     assert kept.reason == reasons.LEFT_OUT
