@@ -89,8 +89,8 @@ LEFT_OUT = (
 )
 
 FORECAST_PERCENTS = (
-    "start_percent to end_percent covers only steps in which the model always runs: the first two "
-    "or three, and the last; widen them"
+    "start_percent to end_percent covers only steps in which the model always runs: the first few "
+    "and the last; widen them"
 )
 
 CHANGES = (
@@ -171,9 +171,16 @@ def not_compiled(error: str) -> str:
     )
 
 
-def percents(start: float, end: float) -> str:
-    """For a run of which no step lies between ``start_percent`` and ``end_percent``."""
-    return f"start_percent={start} to end_percent={end} covers no step of this run; widen them"
+def percents(start: float, end: float, begins: float = 0.0) -> str:
+    """For a run of which no step lies between ``start_percent`` and ``end_percent``.
+
+    ``begins`` is the share of the model's whole schedule that comes before the run.
+    """
+    where = f", which begins at {begins:.2f} of the model's whole schedule"
+    return (
+        f"start_percent={start} to end_percent={end} covers no step of this run"
+        f"{where if begins >= 0.01 else ''}; widen them"
+    )
 
 
 def saves_little(saved: float, least: float, is_fast: bool = False) -> str:

@@ -29,7 +29,7 @@ from ..forecasting.steps import (
     log_snr,
     log_snrs,
 )
-from ..patching.schedule import is_active
+from ..patching.schedule import is_active, progress_at
 from ..report.counts import Counts
 from ..report.gain import gain_of
 from ..report.last_run import LastRun
@@ -95,6 +95,10 @@ class ForecastRun:
         self._reason: str | None = _obstacle(
             name, known, self._levels, self.count, guider.model_options, is_unet
         )
+        to_sigma = self._sampling.percent_to_sigma
+        if not any(is_active(config, noise, to_sigma) for noise in self.schedule[:-1]):
+            begins = progress_at(self.schedule[0], to_sigma)
+            self._reason = reasons.percents(config.start_percent, config.end_percent, begins)
         takes_over = not starts_empty and self.schedule[0] < most
         if self._reason is None and takes_over and self._levels[0] < LEAST_SNR:
             # So many steps went before in nearly pure noise that fewer of them change little.

@@ -144,7 +144,8 @@ class Run:
     ) -> str | None:
         """Why nothing can merge in an evaluation; None if something perhaps can."""
         if not moment.is_active:
-            return reasons.percents(self._config.start_percent, self._config.end_percent)
+            config = self._config
+            return reasons.percents(config.start_percent, config.end_percent, moment.begins)
         if self.stopped is not None:
             return self.stopped
         if obstacle is not None:

@@ -45,6 +45,8 @@ class LastRun:
         """Why nothing was done, such as ``nothing merged: too few``; None if anything was."""
         if self.counts.merged or self.counts.forecast_steps:
             return None
+        if self.unmerged is not None and self.unmerged == self.unforecast:
+            return f"nothing merged or was forecast: {self.unmerged}"
         both = ("nothing merged", self.unmerged), ("nothing was forecast", self.unforecast)
         return "; ".join(f"{what}: {why}" for what, why in both if why is not None)
 
