@@ -385,22 +385,22 @@ def test_a_run_says_why_nothing_was_forecast(others, why):
 
 
 @pytest.mark.parametrize(
-    ("changes", "why"),
+    ("uneven", "inactive", "why"),
     [
-        ({3: {"is_even": False}, 18: {"is_even": False}}, reasons.TURNS),
-        (dict.fromkeys(range(1, 18), {"is_even": False}), reasons.UNEVEN),
+        ({3, 18}, (), reasons.TURNS),
+        (range(1, 18), (), reasons.UNEVEN),
         # The steps between the percents say what is in the way.
-        (dict.fromkeys(range(9), {"is_active": False}), reasons.TURNS),
-        (dict.fromkeys(range(3, 19), {"is_active": False}), reasons.FORECAST_PERCENTS),
+        ((), range(9), reasons.TURNS),
+        ((), range(3, 19), reasons.FORECAST_PERCENTS),
     ],
     ids=["one is uneven", "one turns back", "half outside of the percents", "all outside"],
 )
-def test_the_reason_is_that_of_most_steps(changes, why):
+def test_the_reason_is_that_of_most_steps(uneven, inactive, why):
     """Every second answer goes back."""
     kept = Forecasts(0.6)
     for index in range(20):
-        step = replace(at(index, float(index), 20), **changes.get(index, {}))
-        run(kept, step, ONE + index % 2 * CHANGE)
+        others = {"is_even": index not in uneven, "is_active": index not in inactive}
+        run(kept, at(index, float(index), 20, **others), ONE + index % 2 * CHANGE)
     assert not kept.steps and kept.reason == why
 
 

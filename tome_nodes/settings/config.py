@@ -63,8 +63,8 @@ class ToMeConfig:
         least=0.0,
         most=1.0,
         step=0.01,
-        text="Where merging or skipping starts on the model's whole schedule, from 0 to 1. A second "
-        "pass at denoise 0.4 begins at about 0.6.",
+        text="Where merging or skipping starts on the model's whole schedule, from 0 to 1. A "
+        "second pass at denoise 0.4 begins at about 0.6.",
     )
     end_percent: float = _option(
         1.0,
