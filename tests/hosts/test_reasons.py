@@ -71,7 +71,13 @@ def run(models, kind, config, patch=None, **options):
             *("sd15", preset("balanced"), {"steps": 1, "patch": partly_applied}),
             *("another node (nodes_hypertile) masks", "leave one of the two out"),
         ),
-        ("sd15", preset("fast"), {"steps": 1, "size": (8, 8)}, "64 tokens", "a larger picture"),
+        (
+            "sd15",
+            preset("fast"),
+            {"steps": 1, "size": (8, 8)},
+            "64 tokens",
+            "a picture 2 times as wide",
+        ),
         (
             *("sdxl", preset("balanced"), {"steps": 1, "size": (32, 32)}),
             *("little of this model's time is in self-attention", "preset fast saves most"),

@@ -255,8 +255,10 @@ class Forecasts:
     def _why_all_run(self, step: Step) -> str:
         if step.count < SHORTEST:
             return reasons.too_short(step.count, SHORTEST)
-        is_rough = self._is_rough(step)
-        return reasons.too_short(step.count, self._long) if is_rough else reasons.EDIT
+        if not self._is_rough(step):
+            return reasons.EDIT
+        running = steps_that_run(self._ratio, self._long, False, self._is_unet)
+        return reasons.too_short(step.count, self._long, self._long - len(running))
 
     def _running(self, step: Step) -> frozenset[int]:
         """The steps in which the model runs."""

@@ -159,7 +159,7 @@ class Run:
             return model.too_few(most)
         saved = model.saved_by_preset(latent)
         if saved is not None and saved < LEAST_SAVED:
-            return reasons.saves_little(saved, LEAST_SAVED, self._config.scope == "stack")
+            return reasons.saves_little(saved, LEAST_SAVED)
         return None
 
     def _begin(
