@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 
 _OTHER = "another node or other code"
 
-WORTH_IT = "from which on it is worth it"
+WORTH_IT = "the least that pays off"
 """The end of reasons that do not say what to do."""
 
 LEAVE_OUT = "leave ToMe out"

@@ -83,12 +83,18 @@ def test_the_advice_is_the_least_change_and_helps(models, request, given, advice
         {"sampler": "lcm", "steps": 12, "preset": "fast", "size": (8, 8)},
         {"sampler": "dpmpp_2m", "steps": 10, "preset": "fast", "size": (8, 8)},
         {"steps": 1, "preset": "fast", "size": (8, 8)},
+        {
+            **{"sampler": "dpmpp_2m", "scheduler": "exponential"},
+            **{"steps": 15, "preset": "fast", "size": (8, 8)},
+        },
     ],
     ids=str,
 )
 def test_where_nothing_helps_the_line_says_so(models, never_settled, given):
     nothing = run(models, **given).nothing
-    assert nothing.startswith("nothing merged: 64 tokens are fewer than 768, from which on it is")
+    assert nothing.startswith(
+        "nothing merged: 64 tokens are fewer than 768, the least that pays off;"
+    )
     assert nothing.endswith("; leave ToMe out") and "take " not in nothing
 
 
@@ -121,7 +127,7 @@ def test_a_merged_run_hears_of_no_change_that_does_not_help(models, never_settle
 def test_a_run_under_own_settings_hears_how_large_a_picture_would_do(models):
     nothing = run(models, merging(min_tokens=0), steps=2).nothing
     assert nothing == (
-        "nothing merged: 576 tokens are fewer than 768, from which on it is worth it; take a "
+        "nothing merged: 576 tokens are fewer than 768, the least that pays off; take a "
         "picture 1.25 times as wide and high, or leave ToMe out"
     )
 

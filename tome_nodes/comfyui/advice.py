@@ -20,6 +20,12 @@ _LONGEST = 20
 ``denoise`` of a second pass is 0.05."""
 
 
+def is_too_rough(count: int, is_unet: bool, from_noise: bool) -> bool:
+    """Whether no sampler or scheduler helps, as a UNet that begins with noise alone needs more
+    than ``count`` steps."""
+    return is_unet and from_noise and count < LONG_ON_UNET
+
+
 def samplers_instead(
     levels: Sequence[float], used: str, is_unet: bool, from_noise: bool
 ) -> tuple[str, ...]:
@@ -32,7 +38,7 @@ def samplers_instead(
         from_noise: whether the run began with noise alone.
     """
     count = len(levels)
-    if is_unet and from_noise and count < LONG_ON_UNET:
+    if is_too_rough(count, is_unet, from_noise):
         return ()
     others = (name for name in _SAMPLERS if name != used)
     return tuple(name for name in others if SAMPLERS[name].obstacle(levels, count, is_unet) is None)

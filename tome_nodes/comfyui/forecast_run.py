@@ -35,7 +35,7 @@ from ..report.gain import gain_of
 from ..report.last_run import LastRun
 from ..settings.config import ToMeConfig
 from ..tuning.search import Measured
-from .advice import samplers_instead, scheduler_instead
+from .advice import is_too_rough, samplers_instead, scheduler_instead
 from .course import GUIDANCE, course_of, has_momentum
 
 KEY = "tome_nodes"
@@ -208,17 +208,17 @@ class ForecastRun:
     def _is_forecast(self, schedule: Sequence[float]) -> bool:
         """Whether anything would be forecast under another schedule, as far as that tells."""
         levels = log_snrs(schedule[:-1], self._is_flow)
-        known = self._known
-        if known is None or known.obstacle(levels, self.count, self._is_unet) is not None:
+        known, count = self._known, self.count
+        if known is None or is_too_rough(count, self._is_unet, self._from_noise):
+            return False
+        if known.obstacle(levels, count, self._is_unet) is not None:
             return False
         if self._takes_over and levels[0] < LEAST_SNR:
             return False
-        running = steps_that_run(
-            self._config.ratio, self.count, not self._from_noise, self._is_unet
-        )
+        running = steps_that_run(self._config.ratio, count, not self._from_noise, self._is_unet)
         return any(
             is_even(levels, index, self._faster, self._is_unet)
-            for index in range(self.count)
+            for index in range(count)
             if index not in running
         )
 
@@ -274,8 +274,7 @@ def _obstacle(
         from_noise: whether the run began with noise alone.
     """
     if known is None or (is_unet and not known.holds_on_unets):
-        if is_unet and from_noise and count < LONG_ON_UNET:
-            # Another sampler alone would not help.
+        if is_too_rough(count, is_unet, from_noise):
             return reasons.too_short(count, LONG_ON_UNET)
         return reasons.sampler(name, instead)
     if count < known.least and instead:
