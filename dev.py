@@ -65,6 +65,11 @@ def main() -> int:
 
             generate.main(rest)
             return 0
+        if arguments.command == "publish":
+            from tools import publish
+
+            publish.main(rest)
+            return 0
         return test(torch, rest) if arguments.command == "test" else lint()
     except ToolError as error:
         print(f"\nError: {error}", file=sys.stderr)
@@ -205,7 +210,7 @@ def _parser() -> argparse.ArgumentParser:
             # The start of an option may be one of pytest's, such as --co.
             allow_abbrev=False,
         )
-        if name not in ("generate", "lint"):
+        if name not in ("generate", "lint", "publish"):
             command.add_argument(
                 "--comfyui",
                 type=_version,
@@ -260,6 +265,7 @@ def _parser() -> argparse.ArgumentParser:
         "write the English locale and the lists of the help pages from the options; with "
         "--translated and languages, note that their texts are of the present English ones",
     )
+    add("publish", "with --check, say what is still open before the pack can be published")
     add("lint", "check the code and its format with ruff, and its types with mypy")
     return parser
 

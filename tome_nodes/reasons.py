@@ -1,11 +1,23 @@
 """Why nothing merged or was forecast, in words for users: what is in the way, and what to do.
 
-The log and the reports put "nothing merged: " or "nothing was forecast: " before them.
+The log and the reports put "nothing merged: " or "nothing was forecast: " before them. What to do
+stands after the last semicolon. Where too little would merge, it depends on more than merging, and
+is not part of the reason (:data:`WORTH_IT`).
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 _OTHER = "another node or other code"
+
+WORTH_IT = "the least that pays off"
+"""The end of reasons that do not say what to do."""
+
+LEAVE_OUT = "leave ToMe out"
+
+_FEWER = "to save time, take fewer steps"
+
+_FUTILE = (LEAVE_OUT, _FEWER)
+"""What to do where nothing makes ToMe save time."""
 
 TOKENS_CHANGED = (
     "another node or other code changes the tokens of the transformer blocks; leave one of the two "
@@ -89,8 +101,8 @@ LEFT_OUT = (
 )
 
 FORECAST_PERCENTS = (
-    "start_percent to end_percent covers only steps in which the model always runs: the first two "
-    "or three, and the last; widen them"
+    "start_percent to end_percent covers only steps in which the model always runs: the first few "
+    "and the last; widen them"
 )
 
 CHANGES = (
@@ -103,19 +115,11 @@ TURNS = (
     "steps; lower the guidance, or take more steps"
 )
 
-UNEVEN = (
-    "the scheduler's noise levels fall too unevenly here; take another scheduler, such as simple, "
-    "or more steps"
-)
+_UNEVEN = "the scheduler's noise levels fall too unevenly here"
+
+UNEVEN = f"{_UNEVEN}; take another scheduler, or more steps"
 
 NOISE_RISES = "the noise level does not fall from step to step, as in an inversion; leave ToMe out"
-
-SEVERAL = "this sampler runs the model more than once a step; take euler, dpmpp_2m or res_multistep"
-
-UNGUIDED = (
-    "this sampler looks at the answer without guidance, which a forecast does not have; take "
-    "euler, dpmpp_2m or res_multistep"
-)
 
 CACHE = (
     "EasyCache or LazyCache skips steps of this run by its own measure; remove one of the two nodes"
@@ -171,28 +175,43 @@ def not_compiled(error: str) -> str:
     )
 
 
-def percents(start: float, end: float) -> str:
-    """For a run of which no step lies between ``start_percent`` and ``end_percent``."""
-    return f"start_percent={start} to end_percent={end} covers no step of this run; widen them"
+def percents(start: float, end: float, begins: float = 0.0) -> str:
+    """For a run of which no step lies between ``start_percent`` and ``end_percent``.
 
-
-def saves_little(saved: float, least: float, is_fast: bool = False) -> str:
-    """For a preset under which merging saves a share of the work that is smaller than ``least``."""
-    other = "" if is_fast else "preset fast or "
+    ``begins`` is the share of the model's whole schedule that comes before the run.
+    """
+    where = f", which begins at {begins:.2f} of the model's whole schedule"
     return (
-        f"merging would save {saved:.0%} of the work here, less than {least:.0%}; "
-        f"take {other}a larger picture, or leave ToMe out"
+        f"start_percent={start} to end_percent={end} covers no step of this run"
+        f"{where if begins >= 0.01 else ''}; widen them"
     )
+
+
+def saves_little(saved: float, least: float) -> str:
+    """For a preset under which merging saves a share of the work that is smaller than ``least``."""
+    return f"merging would save {saved:.0%} of the work here, less than {least:.0%}, {WORTH_IT}"
 
 
 def too_few(tokens: int, least: int, min_tokens: int) -> str:
     """For a feature map of fewer tokens than ``least``, which ``min_tokens`` decides unless 0."""
     if min_tokens:
         return f"{tokens} tokens are fewer than min_tokens={least}; lower it"
-    return (
-        f"{tokens} tokens are fewer than {least}, from which on merging is worth it "
-        "(min_tokens=0); take a larger picture"
-    )
+    return f"{tokens} tokens are fewer than {least}, {WORTH_IT}"
+
+
+def take_fast(why: str) -> str:
+    """What to do where preset *fast* would save time; ``why`` begins with "under which" or so."""
+    return f"take preset fast, {why}"
+
+
+def take_larger(times: float | None) -> str:
+    """What to do where a picture is too small to merge in.
+
+    ``times`` is how many times as wide and high it would have to be, None if that is too much.
+    """
+    if times is None:
+        return LEAVE_OUT
+    return f"take a picture {times:g} times as wide and high, or {LEAVE_OUT}"
 
 
 def no_cell(height: int, width: int, sy: int, sx: int) -> str:
@@ -226,18 +245,72 @@ def unknown_processor(name: str) -> str:
     return f"the attention processor {name} may need all tokens; set another, or leave ToMe out"
 
 
-def too_short(count: int, least: int) -> str:
-    """For a run of ``count`` steps where forecasts need ``least``."""
-    instead = "leave ToMe out" if count == 1 else "to save time, take fewer"
-    return f"a run of {count} is too short, forecasts need {least} steps here; {instead}"
+def too_short(count: int, least: int, skipped: int = 0) -> str:
+    """For a run of ``count`` steps where forecasts need ``least``.
+
+    ``skipped`` is how many of these would be forecast, as far as that is known.
+    """
+    why = f"a run of {count} is too short, forecasts need {least} steps here"
+    if least - skipped < count:
+        return f"{why}; {take_steps(least, skipped)}"
+    return f"{why}; {LEAVE_OUT if count == 1 else _FEWER}"
 
 
-def sampler(name: str) -> str:
-    """For a sampler under which forecasts do harm, or are not known to do none."""
+def take_steps(count: int, skipped: int) -> str:
+    """What to do where a longer run takes less time."""
+    return f"take {count} steps, of which {skipped} are skipped"
+
+
+def sampler(name: str, instead: Sequence[str]) -> str:
+    """For a sampler under which forecasts do harm, or are not known to do none.
+
+    ``instead`` are the samplers under which this run would have forecasts.
+    """
     return (
         f"under the sampler {name}, forecasts change the picture more than fewer steps do, or were "
-        "not tried; take euler, dpmpp_2m or res_multistep"
+        f"not tried; {_take(instead)}"
     )
+
+
+def sampler_needs(name: str, least: int, instead: Sequence[str]) -> str:
+    """For a sampler under which a run needs ``least`` steps, but fewer under others."""
+    return f"under the sampler {name}, forecasts need {least} steps; {_take(instead)}"
+
+
+def several(instead: Sequence[str]) -> str:
+    """For a sampler that evaluates a step more than once."""
+    return f"this sampler runs the model more than once a step; {_take(instead)}"
+
+
+def unguided(instead: Sequence[str]) -> str:
+    """For a sampler that sees the parts of a guided answer."""
+    return (
+        "this sampler looks at the answer without guidance, which a forecast does not have; "
+        f"{_take(instead)}"
+    )
+
+
+def uneven(scheduler: str | None) -> str:
+    """For uneven noise levels; under ``scheduler``, if there is one, they would be even enough."""
+    return f"{_UNEVEN}; {_FEWER if scheduler is None else f'take the scheduler {scheduler}'}"
+
+
+def _take(names: Sequence[str]) -> str:
+    if not names:
+        return _FEWER
+    *first, last = names
+    return f"take {', '.join(first)} or {last}" if first else f"take {last}"
+
+
+def split(reason: str) -> tuple[str, str]:
+    """What is in the way, and what to do."""
+    why, _, advice = reason.rpartition("; ")
+    return why, advice
+
+
+def helps(advice: str) -> bool:
+    """Whether what a reason says to do makes ToMe save time."""
+    return advice not in _FUTILE
 
 
 def unknown_scheduler(name: str) -> str:

@@ -314,6 +314,14 @@ def test_percents_are_shares_of_the_steps(given, runs):
     assert counts.keys() == {0, 1, 2, 4, 5, 7} | runs
 
 
+def test_percents_that_cover_no_step_say_so(log_messages):
+    case = flux()
+    tome_nodes.apply_patch(case.pipeline, preset="balanced", start_percent=0.9)
+    case(steps=8)
+    (line,) = log_messages()
+    assert "start_percent=0.9 to end_percent=1.0 covers no step of this run; widen them" in line
+
+
 def multistep(kind, **options):
     return kind(prediction_type="flow_prediction", use_flow_sigmas=True, **options)
 

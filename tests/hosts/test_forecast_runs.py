@@ -27,6 +27,7 @@ from tome_nodes.settings.presets import settings_of
 
 FAST = settings_of("fast", {"ratio": 0.6})
 SIZE = 8, 10
+GOOD = "euler", "dpmpp_2m", "res_multistep"
 
 
 def configured(**others):
@@ -133,12 +134,14 @@ def test_samplers_that_make_more_of_answers_get_them_as_they_are(flux, sampler, 
     [
         (3, "euler", reasons.too_short(3, 4)),
         (1, "euler", reasons.too_short(1, 4)),
-        (6, "dpmpp_2m", reasons.too_short(6, 8)),
-        (8, "deis", reasons.sampler("deis")),
-        (8, "uni_pc", reasons.sampler("unipc")),
-        (8, "dpmpp_2m_sde", reasons.sampler("dpmpp_2m_sde")),
-        (8, "heun", reasons.sampler("heun")),
-        (8, "euler_cfg_pp", reasons.sampler("euler_cfg_pp")),
+        (3, "deis", reasons.sampler("deis", ())),
+        (6, "deis", reasons.sampler("deis", ["euler"])),
+        (6, "dpmpp_2m", reasons.sampler_needs("dpmpp_2m", 8, ["euler"])),
+        (8, "deis", reasons.sampler("deis", GOOD)),
+        (8, "uni_pc", reasons.sampler("uni_pc", GOOD)),
+        (8, "dpmpp_2m_sde", reasons.sampler("dpmpp_2m_sde", GOOD)),
+        (8, "heun", reasons.sampler("heun", GOOD)),
+        (8, "euler_cfg_pp", reasons.sampler("euler_cfg_pp", GOOD)),
     ],
 )
 def test_a_run_that_cannot_be_forecast_is_the_plain_one(flux, log_messages, steps, sampler, why):
@@ -149,7 +152,11 @@ def test_a_run_that_cannot_be_forecast_is_the_plain_one(flux, log_messages, step
 
 @pytest.mark.parametrize(
     ("sampler", "why"),
-    [("heun", reasons.SEVERAL), ("seeds_2", reasons.SEVERAL), ("euler_cfg_pp", reasons.UNGUIDED)],
+    [
+        ("heun", reasons.several(GOOD)),
+        ("seeds_2", reasons.several(GOOD)),
+        ("euler_cfg_pp", reasons.unguided(GOOD)),
+    ],
 )
 def test_a_run_shows_what_a_sampler_does_whatever_its_name(
     flux, log_messages, monkeypatch, sampler, why
@@ -195,7 +202,7 @@ def test_only_some_samplers_take_noise_levels_that_count_as_one(
     guided(
         attach(flux, configured()), sampler=comfy.samplers.sampler_object(sampler), sigmas=levels
     )
-    assert (reasons.UNEVEN not in log_messages()[-1]) == is_forecast
+    assert ("fall too unevenly" not in log_messages()[-1]) == is_forecast
 
 
 @pytest.mark.parametrize(("first", "is_forecast"), [(1.0, True), (0.975, False), (0.93, True)])
@@ -205,7 +212,7 @@ def test_no_run_is_forecast_that_takes_over_just_below_the_highest_noise(
     """As the second half of linear_quadratic, whose first half is noise alone."""
     latent = torch.ones(1, TINY["flux"].channels, *SIZE)
     guided(attach(flux, configured()), sigmas=torch.linspace(first, 0, 9), latent=latent)
-    assert (reasons.UNEVEN not in log_messages()[-1]) == is_forecast
+    assert ("fall too unevenly" not in log_messages()[-1]) == is_forecast
 
 
 def test_the_callback_of_the_host_is_called_as_without(flux):
@@ -246,7 +253,7 @@ def test_beside_some_nodes_nothing_is_forecast(flux, log_messages, name, why, is
 def test_noise_that_a_sampler_adds_on_top_is_left_alone(flux, log_messages):
     churning = comfy.samplers.ksampler("euler", {"s_churn": 2.0})
     guided(attach(flux, configured()), sampler=churning)
-    expected = reasons.sampler("euler with s_churn")
+    expected = reasons.sampler("euler with s_churn", GOOD)
     assert log_messages() == [f"[ToMe] nothing was forecast: {expected}"]
 
 

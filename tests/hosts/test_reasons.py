@@ -71,7 +71,13 @@ def run(models, kind, config, patch=None, **options):
             *("sd15", preset("balanced"), {"steps": 1, "patch": partly_applied}),
             *("another node (nodes_hypertile) masks", "leave one of the two out"),
         ),
-        ("sd15", preset("fast"), {"steps": 1, "size": (8, 8)}, "64 tokens", "a larger picture"),
+        (
+            "sd15",
+            preset("fast"),
+            {"steps": 1, "size": (8, 8)},
+            "64 tokens",
+            "a picture 2 times as wide",
+        ),
         (
             *("sdxl", preset("balanced"), {"steps": 1, "size": (32, 32)}),
             *("little of this model's time is in self-attention", "preset fast saves most"),
@@ -85,6 +91,25 @@ def test_a_line_says_who_is_in_the_way_and_what_to_do(
     run(models, kind, config, **options)
     (line,) = (record.getMessage() for record in caplog.records if record.name == "tome_nodes")
     assert who in line and what_to_do in line.partition(who)[2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "preset_name", "what"),
+    [
+        ("sd15", "fast", "merged or was forecast"),
+        ("sd15", "balanced", "merged"),
+        ("flux", "balanced", "was forecast"),
+    ],
+)
+def test_a_second_pass_that_begins_behind_end_percent_says_where_it_begins(
+    models, caplog, kind, preset_name, what
+):
+    config = preset(preset_name, end_percent=0.5)
+    run(models, kind, config, steps=8, denoise=0.4, picture=1.0, scheduler="simple")
+    assert caplog.messages[-1] == (
+        f"[ToMe] nothing {what}: start_percent=0.0 to end_percent=0.5 covers no step of this run, "
+        "which begins at 0.60 of the model's whole schedule; widen them"
+    )
 
 
 @pytest.mark.parametrize(("idle", "waits"), [([True, True, False], True), ([False] * 3, False)])

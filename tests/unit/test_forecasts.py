@@ -406,6 +406,33 @@ def test_a_run_says_why_nothing_was_forecast(others, why):
     assert kept.reason == why
 
 
+@pytest.mark.parametrize(
+    ("uneven", "inactive", "why"),
+    [
+        ({3, 18}, (), reasons.TURNS),
+        (range(1, 18), (), reasons.UNEVEN),
+        # The steps between the percents say what is in the way.
+        ((), range(9), reasons.TURNS),
+        ((), range(3, 19), reasons.FORECAST_PERCENTS),
+    ],
+    ids=["one is uneven", "one turns back", "half outside of the percents", "all outside"],
+)
+def test_the_reason_is_that_of_most_steps(uneven, inactive, why):
+    """Every second answer goes back."""
+    kept = Forecasts(0.6)
+    for index in range(20):
+        others = {"is_even": index not in uneven, "is_active": index not in inactive}
+        run(kept, at(index, float(index), 20, **others), ONE + index % 2 * CHANGE)
+    assert not kept.steps and kept.reason == why
+
+
+def test_a_settled_run_of_a_unet_is_not_said_to_be_too_short():
+    kept = Forecasts(0.6, is_unet=True)
+    for index in range(4):
+        run(kept, replace(at(index, float(index), 4), is_even=False, from_noise=False), ONE)
+    assert kept.reason == reasons.UNEVEN
+
+
 def test_a_run_in_which_another_node_leaves_out_the_steps_says_so():
     kept = after(*((index, float(index), ONE * index) for index in (0, 1, 3, 5)))
     assert kept.reason == reasons.LEFT_OUT

@@ -14,6 +14,7 @@ import pytest
 import dev
 from tools.environment import RELEASES, ROOT, pinned_comfyui
 from tools.pack import published_files
+from tools.publish import OWNERS, SETTINGS, open_points
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -21,7 +22,6 @@ else:
     # A dependency of pytest there.
     import tomli as tomllib
 
-RAW = "https://raw.githubusercontent.com/tome-nodes/tome-nodes/main/"
 ACCELERATORS = {"NVIDIA CUDA", "AMD ROCm", "Intel Arc", "Apple Metal"}
 OLDEST = list(RELEASES)[-1]
 MOST_BYTES = 3_000_000
@@ -35,18 +35,63 @@ def settings():
 def test_the_registry_has_all_that_it_shows_and_little_to_load(settings):
     assert sum((ROOT / file).stat().st_size for file in published_files()) < MOST_BYTES
     project, comfy = settings["project"], settings["tool"]["comfy"]
-    assert project["urls"].keys() == {"Homepage", "Documentation", "Repository", "Issues"}
     gpus = [line for line in project["classifiers"] if line.startswith("Environment :: ")]
     assert {line.removeprefix("Environment :: GPU :: ") for line in gpus} == ACCELERATORS
-    shown = {"PublisherId", "DisplayName", "Icon", "Banner", "requires-comfyui"}
-    assert comfy.keys() == shown
+    assert {"DisplayName", "requires-comfyui"} <= comfy.keys()
 
 
-@pytest.mark.parametrize(("name", "most", "shape"), [("Icon", 400, 1), ("Banner", 1680, 21 / 9)])
-def test_the_registrys_pictures_are_there_and_of_the_size_it_wants(settings, name, most, shape):
-    url = settings["tool"]["comfy"][name]
-    assert url.startswith(RAW)
-    picture = ElementTree.fromstring((ROOT / url.removeprefix(RAW)).read_bytes())
+HOME = "https://github.com/someone/tome-nodes"
+FILLED = {
+    "Repository": HOME,
+    "Issues": f"{HOME}/issues",
+    "PublisherId": "someone",
+    "Icon": "https://raw.githubusercontent.com/someone/tome-nodes/main/docs/icon.svg",
+    "Banner": "https://raw.githubusercontent.com/someone/tome-nodes/main/docs/banner.svg",
+}
+
+
+def filled(given):
+    """The settings with what an owner has filled in, in place of their own."""
+    text = (ROOT / SETTINGS).read_text(encoding="utf-8")
+    for name in OWNERS:
+        line = f'{name} = "{given[name]}"' if name in given else f"# {name}"
+        text, count = re.subn(rf"(?m)^(# )?{name} = .*$", line, text)
+        assert count == 1
+    return text
+
+
+@pytest.mark.parametrize("name", FILLED)
+def test_what_the_owner_has_not_filled_in_is_said(name):
+    text = filled(FILLED)
+    project = tomllib.loads(text)
+    places = {**project["project"]["urls"], **project["tool"]["comfy"]}
+    assert {key: places[key] for key in OWNERS} == FILLED
+    assert open_points(text) == open_points(text, "someone/tome-nodes") == []
+    (point,) = open_points(filled({**FILLED, name: "..."}))
+    assert point.startswith(f"{name} is not ") and point.endswith(": ...")
+    (point,) = open_points(filled({key: FILLED[key] for key in FILLED if key != name}))
+    assert point.startswith(f"{name} is missing: ")
+
+
+def test_a_copy_under_another_name_is_not_published():
+    assert open_points(filled(FILLED), "another/tome-nodes") == [
+        f"Repository is {HOME}, but another/tome-nodes publishes"
+    ]
+
+
+def test_the_check_before_publishing_says_what_is_open_in_a_line_each():
+    command = [sys.executable, "dev.py", "publish", "--check"]
+    environment = {name: os.environ[name] for name in os.environ if name != "GITHUB_REPOSITORY"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    points = open_points((ROOT / SETTINGS).read_text(encoding="utf-8"))
+    said = "".join(f"\n{point}" for point in points)
+    assert done.returncode == bool(points)
+    assert done.stderr == (f"\nError: {SETTINGS} is not complete:{said}\n" if points else "")
+
+
+@pytest.mark.parametrize(("name", "most", "shape"), [("icon", 400, 1), ("banner", 1680, 21 / 9)])
+def test_the_registrys_pictures_are_there_and_of_the_size_it_wants(name, most, shape):
+    picture = ElementTree.fromstring((ROOT / f"docs/{name}.svg").read_bytes())
     assert picture.tag == "{http://www.w3.org/2000/svg}svg"
     width, height = int(picture.get("width")), int(picture.get("height"))
     assert width <= most
@@ -74,23 +119,21 @@ def test_the_changelog_begins_with_the_version_that_is_published(settings):
 @pytest.mark.parametrize(("added", "is_published"), [("", True), ("1", False)])
 def test_only_a_tag_of_the_version_is_published(settings, added, is_published):
     workflow = (ROOT / ".github/workflows/publish.yml").read_text(encoding="utf-8")
-    commands = re.findall(r"^ +run: (.+)$", workflow, re.MULTILINE)
+    *commands, check = re.findall(r"^ +run: (.+)$", workflow, re.MULTILINE)
+    assert check == "python3 dev.py publish --check"
     environment = {**os.environ, "GITHUB_REF_NAME": f"v{settings['project']['version']}{added}"}
     codes = [subprocess.call(line, shell=True, cwd=ROOT, env=environment) for line in commands]
     assert codes == [0 if is_published else 1] * 2
 
 
-REPOSITORY = "https://github.com/tome-nodes/tome-nodes/blob/main/"
 PAGES = sorted(
     page.relative_to(ROOT).as_posix()
     for folder in (".", "docs", "web/docs", "benchmarks")
     for page in (ROOT / folder).glob("*.md")
 )
-UNPUBLISHED = tuple(
-    line.strip("/")
-    for line in (ROOT / ".comfyignore").read_text(encoding="utf-8").splitlines()
-    if line.startswith("/")
-)
+FOR_DEVELOPERS = ("benchmarks/", "CONTRIBUTING.md")
+"""What published pages may link to although the registry leaves it out, as the README says."""
+PUBLISHED = {file.as_posix() for file in published_files()}
 
 
 def anchors(page):
@@ -102,16 +145,35 @@ def anchors(page):
 def test_every_link_leads_somewhere(name):
     page = ROOT / name
     for link in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
-        path, _, anchor = link.removeprefix(REPOSITORY).partition("#")
+        path, _, anchor = link.partition("#")
         if path.startswith("https://"):
             continue
-        folder = ROOT if link.startswith(REPOSITORY) else page.parent
-        target = Path(folder, path).resolve() if path else page
+        target = Path(page.parent, path).resolve() if path else page
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
-        if not (name.startswith(UNPUBLISHED) or link.startswith(REPOSITORY)):
-            file = target.relative_to(ROOT).as_posix()
-            assert not file.startswith(UNPUBLISHED), f"{link} is not in the published pack"
+        file = target.relative_to(ROOT).as_posix()
+        if name in PUBLISHED and target.is_file() and not file.startswith(FOR_DEVELOPERS):
+            assert file in PUBLISHED, f"{link} is not in the published pack"
+
+
+HELP = [name for name in PAGES if name.startswith("web/docs/")]
+
+
+@pytest.mark.parametrize("name", HELP)
+def test_help_pages_link_to_nothing_that_the_editor_does_not_serve(name):
+    """It serves what is beside them, and resolves a link by its own address, not by theirs."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    links = re.findall(r"(?<!!)\[[^\]]*\]\(([^)]+)\)", text)
+    assert [link for link in links if not link.startswith(("https://", "#"))] == []
+    for file in re.findall(r"`(docs/[^`]+)`", text):
+        assert file in PUBLISHED
+
+
+def test_no_page_has_the_address_of_our_own_home():
+    """The owner fills it in at one place."""
+    ours = re.compile(r"https://[\w./-]*tome-nodes/tome-nodes|repository_owner ==")
+    pages = [ROOT / name for name in (*PAGES, ".github/workflows/publish.yml")]
+    assert [page for page in pages if ours.search(page.read_text(encoding="utf-8"))] == []
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -129,14 +191,10 @@ def test_every_command_of_ours_is_one_that_there_is(name):
 @pytest.mark.skipif(
     shutil.which("git") is None or not (ROOT / ".git").exists(), reason="this is no clone"
 )
-def test_the_command_that_installs_the_pack_does(tmp_path):
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    (command,) = re.findall(r"^git clone .*$", text, re.MULTILINE)
-    origin = "https://github.com/tome-nodes/tome-nodes "
-    assert origin in command
-    local = shlex.split(command.replace(origin, f"{shlex.quote(ROOT.as_uri())} "))
-    subprocess.run(local, cwd=tmp_path, check=True, capture_output=True)
+def test_a_clone_of_this_folder_is_the_pack_and_little_to_load(tmp_path):
     pack = tmp_path / "ComfyUI" / "custom_nodes" / "tome-nodes"
+    command = ["git", "clone", "--depth", "1", ROOT.as_uri(), str(pack)]
+    subprocess.run(command, check=True, capture_output=True)
     assert {"__init__.py", "dev.py", "pyproject.toml"} <= {file.name for file in pack.iterdir()}
     # What git keeps of the one version.
     packed = sum(file.stat().st_size for file in (pack / ".git").rglob("*") if file.is_file())

@@ -194,8 +194,10 @@ class _Attachment:
         guider = executor.class_obj
         given = {name: _argument(name, args, kwargs) for name in _ARGUMENTS}
         forecasting = self._forecasting(guider, given)
-        merging = self._merging(given) if self.merges else None
-        run = SamplingRun(forecasting, merging)
+        if self._is_short(given):
+            run = SamplingRun(None, self._merging(given), idle=forecasting)
+        else:
+            run = SamplingRun(forecasting, self._merging(given) if self.merges else None)
         others = {name: value for name, value in kwargs.items() if name not in given}
         with self._kept() as keep, run.installed(guider.model_options):
             given["callback"] = run.watching(given["callback"])
@@ -213,12 +215,13 @@ class _Attachment:
         )
 
     def _forecasting(self, guider: Any, given: Mapping[str, Any]) -> ForecastRun | None:
-        """What forecasts steps of a run; None if the settings leave its steps alone."""
+        """What forecasts steps of a run; None if the settings or the model rule that out."""
         config, network = self.config, _network(guider.model_patcher)
         has_unet = is_unet(network)
         if self.merges and not (
             has_unet
-            and forecasts_unet(config, len(given["sigmas"]) - 1)
+            and config.forecast
+            and config.ratio > 0
             and not is_of_video(network)
             and host_checks.changed_for_forecasts(guider.model_patcher) is None
         ):
@@ -232,6 +235,10 @@ class _Attachment:
             has_unet,
             guarded(self.on_step),
         )
+
+    def _is_short(self, given: Mapping[str, Any]) -> bool:
+        """Whether a run is too short for the settings to forecast steps of it beside merging."""
+        return self.merges and not forecasts_unet(self.config, len(given["sigmas"]) - 1)
 
     @contextmanager
     def _kept(self) -> Iterator[Callable[[SamplingRun], None]]:

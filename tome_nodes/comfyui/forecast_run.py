@@ -22,19 +22,20 @@ from ..forecasting.steps import (
     LEAST_SNR,
     LONG_ON_UNET,
     Step,
-    are_geometric,
     is_even,
     is_noise_alone,
     latent_share,
     log_snr,
     log_snrs,
+    steps_that_run,
 )
-from ..patching.schedule import is_active
+from ..patching.schedule import is_active, progress_at
 from ..report.counts import Counts
 from ..report.gain import gain_of
 from ..report.last_run import LastRun
 from ..settings.config import ToMeConfig
 from ..tuning.search import Measured
+from .advice import is_too_rough, samplers_instead, scheduler_instead
 from .course import GUIDANCE, course_of, has_momentum
 
 KEY = "tome_nodes"
@@ -89,21 +90,46 @@ class ForecastRun:
         self._done = 0
         self._evaluated: int | None = None
         name = function_of(sampler)
-        known = SAMPLERS.get(name)
+        known = self._known = SAMPLERS.get(name)
         self._corrects = known is not None and known.corrects
         self._faster = FASTER if known is None else known.faster
+        self._instead = samplers_instead(self._levels, name, is_unet, self._from_noise)
         self._reason: str | None = _obstacle(
-            name, known, self._levels, self.count, guider.model_options, is_unet
+            *(name, known, self._levels, self.count, guider.model_options, is_unet),
+            self._instead,
+            self._from_noise,
         )
-        takes_over = not starts_empty and self.schedule[0] < most
-        if self._reason is None and takes_over and self._levels[0] < LEAST_SNR:
+        to_sigma = self._sampling.percent_to_sigma
+        if not any(is_active(config, noise, to_sigma) for noise in self.schedule[:-1]):
+            begins = progress_at(self.schedule[0], to_sigma)
+            self._reason = reasons.percents(config.start_percent, config.end_percent, begins)
+        self._takes_over = not starts_empty and self.schedule[0] < most
+        if self._reason is None and self._takes_over and self._levels[0] < LEAST_SNR:
             # So many steps went before in nearly pure noise that fewer of them change little.
             self._reason = reasons.UNEVEN
 
     @property
     def reason(self) -> str | None:
         """Why nothing was forecast; None if something was."""
-        return None if self.forecasts.steps else self._reason or self.forecasts.reason
+        if self.forecasts.steps:
+            return None
+        reason = self._reason or self.forecasts.reason
+        if reason != reasons.UNEVEN:
+            return reason
+        return reasons.uneven(scheduler_instead(self._sampling, self.schedule, self._is_forecast))
+
+    @property
+    def remedy(self) -> str | None:
+        """What to change so that steps are forecast in a short run of a UNet that the preset leaves
+        alone; None if nothing would help."""
+        if self._reason is not None:
+            return None
+        if not self._from_noise:
+            return reasons.take_fast("which also skips steps in second passes")
+        running = len(steps_that_run(self._config.ratio, LONG_ON_UNET, False, is_unet=True))
+        if running >= self.count:
+            return None
+        return reasons.take_steps(LONG_ON_UNET, LONG_ON_UNET - running)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -179,14 +205,31 @@ class ForecastRun:
             from_noise=self._from_noise,
         )
 
+    def _is_forecast(self, schedule: Sequence[float]) -> bool:
+        """Whether anything would be forecast under another schedule, as far as that tells."""
+        levels = log_snrs(schedule[:-1], self._is_flow)
+        known, count = self._known, self.count
+        if known is None or is_too_rough(count, self._is_unet, self._from_noise):
+            return False
+        if known.obstacle(levels, count, self._is_unet) is not None:
+            return False
+        if self._takes_over and levels[0] < LEAST_SNR:
+            return False
+        running = steps_that_run(self._config.ratio, count, not self._from_noise, self._is_unet)
+        return any(
+            is_even(levels, index, self._faster, self._is_unet)
+            for index in range(count)
+            if index not in running
+        )
+
     def _obstacle_in(self, options: Mapping[str, Any]) -> str | None:
         """Why nothing can be forecast from this answer on, as its model options show."""
         if self._evaluated == self._done:
-            return reasons.SEVERAL
+            return reasons.several(self._instead)
         own = self._guider.model_options
         has_own_hook = any(options.get(name) != own.get(name) for name in GUIDANCE)
         if has_own_hook:
-            return reasons.UNGUIDED
+            return reasons.unguided(self._instead)
         return reasons.MOMENTUM if has_momentum(options) else None
 
     def _show(self, is_forecast: bool) -> None:
@@ -215,6 +258,8 @@ def _obstacle(
     count: int,
     options: Mapping[str, Any],
     is_unet: bool,
+    instead: Sequence[str],
+    from_noise: bool,
 ) -> str | None:
     """Why nothing can be forecast in a run, as far as can be told before it.
 
@@ -225,13 +270,17 @@ def _obstacle(
         count: the number of steps.
         options: the model options of the guider.
         is_unet: whether the model is a UNet.
+        instead: the samplers under which it would be forecast.
+        from_noise: whether the run began with noise alone.
     """
     if known is None or (is_unet and not known.holds_on_unets):
-        return reasons.sampler(name)
-    if (obstacle := known.obstacle(levels, count)) is not None:
+        if is_too_rough(count, is_unet, from_noise):
+            return reasons.too_short(count, LONG_ON_UNET)
+        return reasons.sampler(name, instead)
+    if count < known.least and instead:
+        return reasons.sampler_needs(name, known.least, instead)
+    if (obstacle := known.obstacle(levels, count, is_unet)) is not None:
         return obstacle
-    if is_unet and known.faster != FASTER and are_geometric(levels):
-        return reasons.UNEVEN
     if "easycache" in options["transformer_options"]:
         return reasons.CACHE
     if "denoise_mask_function" in options:
@@ -248,4 +297,9 @@ def function_of(sampler: Any) -> str:
             return function_of(inner)
     function = getattr(sampler, "sampler_function", None)
     name = str(getattr(function, "__name__", type(sampler).__name__)).removeprefix("sample_")
+    name = _NAMES.get(name, name)
     return f"{name} with s_churn" if options.get("s_churn") else name
+
+
+_NAMES = {"unipc": "uni_pc", "unipc_bh2": "uni_pc_bh2"}
+"""The names of samplers whose functions have another."""

@@ -21,7 +21,7 @@ from ..ops.clock import Clock, has_nothing_to_do
 from ..patching.blocks import uncompiled
 from ..patching.engine import MakeStrategy
 from ..patching.evaluation import Run
-from ..patching.schedule import Moment, is_active, step_index
+from ..patching.schedule import Moment, is_active, progress_at, step_index
 from ..report.last_run import LastRun
 from ..settings.config import ToMeConfig
 from ..tuning.search import Measured
@@ -96,6 +96,7 @@ class MergingRun:
         self._runs: dict[nn.Module, Run | None] = {}
         self._reports: dict[type, tuple[RunReport, Run, Any]] = {}
         self._schedule: list[float] = []
+        self._begins = 0.0
         self._step = 0
         self._is_counted = False
         self._may_count = not sampler.startswith(_COUNTS_OTHERWISE)
@@ -159,6 +160,9 @@ class MergingRun:
             if not self._schedule:
                 self._schedule = options.get("sample_sigmas", t[:1]).tolist()
                 self._clock = Clock(t.device)
+                if self._has_span:
+                    to_sigma = model.model_sampling.percent_to_sigma
+                    self._begins = progress_at(self._schedule[0], to_sigma)
             if diffusion_model not in self._runs:
                 latent = Grid(*shape[-2:])
                 self._runs[diffusion_model] = self._run_of(model, record, latent, t.device)
@@ -261,6 +265,7 @@ class MergingRun:
             progress=step / self._last_step if self._last_step else 0.0,
             picks=step,
             is_active=level is None or not self._has_span or is_active(config, level, to_sigma),
+            begins=self._begins,
         )
 
     @property

@@ -16,6 +16,7 @@ from ..merging.plan import Grid
 from ..patching.blocks import Evaluated, Observer
 from ..patching.evaluation import Run
 from ..patching.overrides import Forward
+from ..patching.prospects import prospects_of
 from ..report import log_line
 from ..report.counts import Counts
 from ..report.gain import gain_of
@@ -95,6 +96,9 @@ class RunReport(Observer):
             counts, engine, patched = self._counts, run.engine, run.model
             counts.forecast_steps = forecast_steps
             obstacle = log_line.obstacle(counts, patched.max_downsample, patched.shallowest)
+            prospects = None
+            if not counts.merged and obstacle.endswith(reasons.WORTH_IT):
+                prospects = prospects_of(patched, self._latent)
             gain = None
             if counts.merged or forecast_steps:
                 saved = patched.saved(self._latent)
@@ -106,6 +110,7 @@ class RunReport(Observer):
                 config=patched.config,
                 counts=counts,
                 unmerged=None if counts.merged else reasons.named(obstacle, others),
+                prospects=prospects,
                 backend=None if engine is None else (*engine.in_words(), engine.backend)[0],
                 recording=None if self._details is None else self._details.finish(),
                 gain=gain,

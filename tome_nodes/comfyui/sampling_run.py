@@ -24,9 +24,20 @@ Callback = Callable[..., Any]
 class SamplingRun:
     """One sampling run: its parts, of which at least one is there, and what they report."""
 
-    def __init__(self, forecasting: ForecastRun | None, merging: MergingRun | None):
+    def __init__(
+        self,
+        forecasting: ForecastRun | None,
+        merging: MergingRun | None,
+        idle: ForecastRun | None = None,
+    ):
+        """Prepare a run.
+
+        ``idle`` is the forecasting part where the settings leave the steps of this run alone; it
+        only knows what would change that.
+        """
         self._forecasting = forecasting
         self._merging = merging
+        self._idle = idle
 
     @contextmanager
     def installed(self, model_options: Mapping[str, Any]) -> Iterator[None]:
@@ -64,7 +75,8 @@ class SamplingRun:
         if merging is None:
             return [] if forecasting is None else forecasting.finish(tuned)
         if forecasting is None:
-            return merging.finish(tuned)
+            remedy = None if self._idle is None else self._idle.remedy
+            return [replace(last, remedy=remedy) for last in merging.finish(tuned)]
         steps = forecasting.forecasts.steps
         # A forecast step has no evaluation in which merging could take its time.
         last_runs = merging.finish(tuned, steps, forecasting.begun)

@@ -9,6 +9,7 @@ is known better than a point beyond them. That answer is corrected, so that the 
 the error.
 """
 
+from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from .. import reasons
 from .steps import (
     EARLY_ON_UNET,
+    FIRST,
     LEAST_SNR,
     LONG,
     LONG_ON_UNET,
@@ -158,7 +160,7 @@ class Forecasts:
         self._turns = False
         self._has_waited = False
         self._settled: bool | None = None
-        self._reason: str | None = None
+        self._reasons: Counter[str] = Counter()
 
     def predict(self, step: Step, latent: Tensor, call: int = 0) -> Tensor | None:
         """The forecast of the denoised latent; None if the model has to run.
@@ -208,8 +210,17 @@ class Forecasts:
 
     @property
     def reason(self) -> str | None:
-        """Why nothing was forecast; None if something was."""
-        return None if self.steps else self._reason or reasons.LEFT_OUT
+        """Why nothing was forecast, in most of the steps that were to be; None if something was.
+
+        Steps that the settings leave out count only if there are no others.
+        """
+        if self.steps:
+            return None
+        found = Counter(self._reasons)
+        outside = found.pop(reasons.FORECAST_PERCENTS, 0)
+        if found:
+            return found.most_common(1)[0][0]
+        return reasons.FORECAST_PERCENTS if outside else reasons.LEFT_OUT
 
     def _begin(self, step: Step, latent: Tensor) -> None:
         """Begin a step: decide whether it is forecast."""
@@ -237,6 +248,9 @@ class Forecasts:
     def _may_forecast(self, step: Step) -> bool:
         running = self._running(step)
         if len(running) == step.count:
+            if step.index < FIRST and step.count >= SHORTEST:
+                # It is not known yet whether the run is settled.
+                return False
             why = self._why_all_run(step)
         elif step.index in running:
             return False
@@ -254,14 +268,16 @@ class Forecasts:
             why = reasons.TURNS
         else:
             return True
-        self._reason = why
+        self._reasons[why] += 1
         return False
 
     def _why_all_run(self, step: Step) -> str:
         if step.count < SHORTEST:
             return reasons.too_short(step.count, SHORTEST)
-        is_rough = self._is_rough(step)
-        return reasons.too_short(step.count, self._long) if is_rough else reasons.EDIT
+        if not self._is_rough(step):
+            return reasons.EDIT
+        running = steps_that_run(self._ratio, self._long, False, self._is_unet)
+        return reasons.too_short(step.count, self._long, self._long - len(running))
 
     def _running(self, step: Step) -> frozenset[int]:
         """The steps in which the model runs."""

@@ -144,7 +144,8 @@ class Run:
     ) -> str | None:
         """Why nothing can merge in an evaluation; None if something perhaps can."""
         if not moment.is_active:
-            return reasons.percents(self._config.start_percent, self._config.end_percent)
+            config = self._config
+            return reasons.percents(config.start_percent, config.end_percent, moment.begins)
         if self.stopped is not None:
             return self.stopped
         if obstacle is not None:
@@ -158,7 +159,7 @@ class Run:
             return model.too_few(most)
         saved = model.saved_by_preset(latent)
         if saved is not None and saved < LEAST_SAVED:
-            return reasons.saves_little(saved, LEAST_SAVED, self._config.scope == "stack")
+            return reasons.saves_little(saved, LEAST_SAVED)
         return None
 
     def _begin(

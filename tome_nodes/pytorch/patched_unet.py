@@ -20,6 +20,7 @@ from ..merging.plan import Grid
 from ..patching.blocks import Evaluated, Observer
 from ..patching.evaluation import Run
 from ..patching.merge_modules import UNetRecord
+from ..patching.prospects import prospects_of
 from ..patching.schedule import Moment, is_active
 from ..report import log_line
 from ..report.counts import Counts
@@ -150,12 +151,13 @@ class UNetCalls(Calls):
             return
         counts = Counts()
         counts.evaluated(result)
-        model = self._run.model
+        model, latent = self._run.model, self._arguments[1]
         if not counts.merged:
             why = log_line.obstacle(counts, model.max_downsample, model.shallowest)
+            if why.endswith(reasons.WORTH_IT):
+                why += f"; {prospects_of(model, latent).advice}"
             self._once.warn(f"nothing merged: {why}")
             return
-        latent = self._arguments[1]
         # Its numbers may change from step to step, so the line itself does not tell.
         kind = latent, *log_line.deviations(counts)
         if self._run.engine is not None and self._once.is_new(kind):

@@ -100,6 +100,11 @@ class PipelineRun:
         if self._first is None:
             self._first, self._log_snrs = index, log_snrs(self._levels[index:-1], is_flow=True)
             self._obstacle = self._method.obstacle(self._log_snrs, count - index)
+            if not any(self._is_active(step) for step in range(index, count)):
+                config = self._config
+                self._obstacle = reasons.percents(
+                    config.start_percent, config.end_percent, index / count
+                )
         if self._obstacle is not None:
             return self._obstacle
         first, method = self._first, self._method
@@ -115,7 +120,7 @@ class PipelineRun:
             course=call.course,
             latent_share=latent_share(self._levels, index) if method.corrects else None,
             is_even=is_even(self._log_snrs, index - first, method.faster),
-            is_active=is_active(self._config, 1 - index / count, lambda percent: 1 - percent),
+            is_active=self._is_active(index),
             from_noise=first == 0 and is_noise_alone(self._levels[0], most=1.0),
         )
         # The device is at rest, as the timestep and the prompts have been read from it.
@@ -131,6 +136,11 @@ class PipelineRun:
     def is_over(self) -> bool:
         """Whether the latest call is the last, if the last step has as many as the step before."""
         return self.is_last_step and self.call + 1 >= self._calls_before
+
+    def _is_active(self, index: int) -> bool:
+        """Whether a step is between ``start_percent`` and ``end_percent``."""
+        done = index / len(self.timesteps)
+        return is_active(self._config, 1 - done, lambda percent: 1 - percent)
 
     def _index_of(self, call: FlowCall) -> int:
         """The step of a call, as the scheduler counts; at the first call it does not count yet."""

@@ -3,6 +3,8 @@
 import logging
 from dataclasses import dataclass
 
+from .. import reasons
+from ..patching.prospects import Prospects
 from ..settings.config import ToMeConfig
 from ..tuning.search import Measured
 from . import log_line
@@ -23,6 +25,8 @@ class LastRun:
         counts: what was merged and forecast.
         unmerged: why nothing was merged; None if something was, or if nothing was to be.
         unforecast: the same of forecasts.
+        prospects: what would help merging, if ``unmerged`` does not say what to do.
+        remedy: what would help forecasts, where the settings leave all steps to merging.
         tuned: what ToMe Tune measured with these settings, None if it did not choose them.
         gain: what the run gained; None if nothing was merged or forecast.
         backend: for example ``torch``, with the reason if it is not Triton; None if the run never
@@ -36,17 +40,28 @@ class LastRun:
     tuned: Measured | None
     unmerged: str | None = None
     unforecast: str | None = None
+    prospects: Prospects | None = None
+    remedy: str | None = None
     gain: Gain | None = None
     backend: str | None = None
     recording: Recording | None = None
 
     @property
     def nothing(self) -> str | None:
-        """Why nothing was done, such as ``nothing merged: too few``; None if anything was."""
+        """Why nothing was done, and the least change that would help; None if anything was."""
         if self.counts.merged or self.counts.forecast_steps:
             return None
-        both = ("nothing merged", self.unmerged), ("nothing was forecast", self.unforecast)
-        return "; ".join(f"{what}: {why}" for what, why in both if why is not None)
+        if self.unmerged is not None and self.unmerged == self.unforecast:
+            return f"nothing merged or was forecast: {self.unmerged}"
+        both = [("nothing merged", self.unmerged), ("nothing was forecast", self.unforecast)]
+        advice = ""
+        if self.prospects is not None and self.unforecast is not None:
+            why, own = reasons.split(self.unforecast)
+            both[1] = "nothing was forecast", why
+            advice = f"; {_least_change(self.prospects, own)}"
+        elif self.prospects is not None:
+            advice = f"; {_least_change(self.prospects, self.remedy)}"
+        return "; ".join(f"{what}: {why}" for what, why in both if why is not None) + advice
 
     @property
     def line(self) -> str:
@@ -56,8 +71,10 @@ class LastRun:
         backend = [] if self.backend in (None, "torch") else [self.backend]
         done = log_line.log_line(self.counts, self.config, backend, self.tuned)
         # Where steps are forecast, it does not matter why nothing merges.
-        missing = "" if self.unforecast is None else f"; nothing was forecast: {self.unforecast}"
-        return done + missing
+        if self.unforecast is None:
+            return done
+        why, advice = reasons.split(self.unforecast)
+        return f"{done}; nothing was forecast: {self.unforecast if reasons.helps(advice) else why}"
 
     def log(self, node: str | None = None, alike: int = 1) -> None:
         """Log the line, and what the run gained.
@@ -71,3 +88,10 @@ class LastRun:
         level = logging.INFO if self.nothing is None else logging.WARNING
         gain = "" if self.gain is None or self.tuned is not None else f"; {self.gain.words}"
         log.log(level, "[ToMe] %s%s%s%s", where, count, self.line, gain)
+
+
+def _least_change(prospects: Prospects, of_forecasts: str | None) -> str:
+    """What to do: the least change that helps merging, or what is to be done for forecasts."""
+    if prospects.fast is not None or of_forecasts is None or not reasons.helps(of_forecasts):
+        return prospects.advice
+    return of_forecasts

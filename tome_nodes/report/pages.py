@@ -109,7 +109,9 @@ def tuning_page(findings: Found) -> Page:
 
 def in_words(run: LastRun) -> list[str]:
     """The report of a run, line by line: what happened, whether it helped, what to do, the rest."""
-    counts, hint, total = run.counts, hint_for(run), run.counts.total_steps
+    counts, total = run.counts, run.counts.total_steps
+    # Where prospects are known, the first line says what would help.
+    hint = hint_for(run) if run.prospects is None else None
     if run.nothing is not None:
         lines = [run.nothing[0].upper() + run.nothing[1:]]
     else:

@@ -63,15 +63,16 @@ class ToMeConfig:
         least=0.0,
         most=1.0,
         step=0.01,
-        text="Point of the sampling at which merging or skipping starts; 0 is the first step.",
+        text="Where merging or skipping starts on the model's whole schedule, from 0 to 1. A "
+        "second pass at denoise 0.4 begins at about 0.6.",
     )
     end_percent: float = _option(
         1.0,
         least=0.0,
         most=1.0,
         step=0.01,
-        text="Point of the sampling at which merging or skipping ends; 1 is the last step. Ending "
-        "early, at 0.8 say, keeps fine detail.",
+        text="Where merging or skipping ends on the model's whole schedule, of which a second pass "
+        "takes the last part. Ending early, at 0.8 say, keeps fine detail.",
     )
     seed: int = _advanced(
         0,

@@ -1,0 +1,152 @@
+"""What the log advises where nothing was done is the least change that helps, and it does help."""
+
+import comfy.samplers
+import pytest
+from host import merging
+from models.comfyui import KINDS, sample
+
+from tome_nodes.comfyui.advice import scheduler_instead
+from tome_nodes.comfyui.attachment import attach, last_run
+from tome_nodes.forecasting import forecasts
+from tome_nodes.patching import blocks, evaluation
+from tome_nodes.settings.config import ToMeConfig
+from tome_nodes.settings.presets import settings_of
+
+SIZE = 24, 24
+"""576 tokens in SD 1.5: too few."""
+SECOND = {"denoise": 0.4, "picture": 1.0}
+LEAVE_OUT = "leave ToMe out"
+SAMPLERS = "take euler, dpmpp_2m or res_multistep"
+LONGER = "take 20 steps, of which 8 are skipped"
+
+
+@pytest.fixture(autouse=True)
+def real_sizes(monkeypatch):
+    monkeypatch.setattr(blocks, "LEAST", 768)
+
+
+@pytest.fixture
+def never_settled(monkeypatch):
+    """Answers of random weights hardly differ."""
+    monkeypatch.setattr(forecasts, "_SETTLED", 0.0)
+
+
+def run(models, preset="balanced", kind="sd15", size=SIZE, **options):
+    """The record of a run."""
+    config = ToMeConfig(**settings_of(preset, {})) if isinstance(preset, str) else preset
+    patched = attach(models(kind), config)
+    sample(patched, KINDS[kind], size, **{"cfg": 1.0, "scheduler": "normal", **options})
+    return last_run(patched)
+
+
+@pytest.mark.parametrize(
+    ("given", "advice", "change"),
+    [
+        ({"sampler": "dpmpp_2m_sde", "steps": 20}, SAMPLERS, {"sampler": "dpmpp_2m"}),
+        ({"sampler": "uni_pc", "steps": 20}, SAMPLERS, {"sampler": "res_multistep"}),
+        (
+            {"sampler": "uni_pc", "steps": 10, "preset": "fast", **SECOND},
+            *(SAMPLERS, {"sampler": "euler"}),
+        ),
+        (
+            {"sampler": "dpmpp_2m", "steps": 15, **SECOND},
+            *("take preset fast, which also skips steps in second passes", {"preset": "fast"}),
+        ),
+        ({"sampler": "dpmpp_2m", "steps": 15}, LONGER, {"steps": 20}),
+        ({"sampler": "dpmpp_2m", "steps": 15, "preset": "fast"}, LONGER, {"steps": 20}),
+        (
+            {"sampler": "dpmpp_2m", "steps": 20, "scheduler": "exponential"},
+            *("take the scheduler simple", {"scheduler": "simple"}),
+        ),
+        (
+            {"sampler": "lcm", "steps": 6, "preset": "fast"},
+            "take a picture 1.25 times as wide and high, or leave ToMe out",
+            {"size": (30, 30)},
+        ),
+    ],
+    ids=lambda value: " ".join(map(str, value.values())) if isinstance(value, dict) else "",
+)
+def test_the_advice_is_the_least_change_and_helps(models, request, given, advice, change):
+    if "picture" not in given:
+        request.getfixturevalue("never_settled")
+    idle = run(models, **given)
+    assert idle.nothing.endswith(f"; {advice}")
+    # There is one piece of advice, and none that is in use.
+    assert idle.nothing.count("; take ") == 1
+    assert run(models, **{**given, **change}).nothing is None
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"steps": 12, "size": (8, 8)},
+        {"sampler": "lcm", "steps": 12, "preset": "fast", "size": (8, 8)},
+        {"sampler": "dpmpp_2m", "steps": 10, "preset": "fast", "size": (8, 8)},
+        {"steps": 1, "preset": "fast", "size": (8, 8)},
+        {
+            **{"sampler": "dpmpp_2m", "scheduler": "exponential"},
+            **{"steps": 15, "preset": "fast", "size": (8, 8)},
+        },
+    ],
+    ids=str,
+)
+def test_where_nothing_helps_the_line_says_so(models, never_settled, given):
+    nothing = run(models, **given).nothing
+    assert nothing.startswith(
+        "nothing merged: 64 tokens are fewer than 768, the least that pays off;"
+    )
+    assert nothing.endswith("; leave ToMe out") and "take " not in nothing
+
+
+@pytest.mark.parametrize(("least", "has_fast"), [(0.1, True), (0.9, False)])
+@pytest.mark.parametrize("sampler", ["dpmpp_2m_sde", "lcm"])
+def test_fast_is_advised_only_if_it_saves_enough(models, monkeypatch, sampler, least, has_fast):
+    monkeypatch.setattr(blocks, "LEAST", 64)
+    monkeypatch.setattr(evaluation, "LEAST_SAVED", least)
+    given = {"kind": "sdxl", "size": (32, 32), "sampler": sampler, "steps": 20}
+    idle = run(models, **given)
+    fast = run(models, **{**given, "preset": "fast"})
+    assert bool(fast.counts.merged) == has_fast
+    advice = idle.nothing.rpartition("; ")[2]
+    if has_fast:
+        saved = fast.gain.words.partition("measured: ")[2].partition("%")[0]
+        assert advice == f"take preset fast, under which merging saves {saved}% of the work"
+    else:
+        assert advice == SAMPLERS
+
+
+def test_a_merged_run_hears_of_no_change_that_does_not_help(models, never_settled):
+    """More steps of this sampler would not be forecast either."""
+    line = run(models, "fast", size=(32, 32), sampler="lcm", steps=6).line
+    assert line.startswith("merged ")
+    assert line.endswith(
+        "; nothing was forecast: a run of 6 is too short, forecasts need 20 steps here"
+    )
+
+
+def test_a_run_under_own_settings_hears_how_large_a_picture_would_do(models):
+    nothing = run(models, merging(min_tokens=0), steps=2).nothing
+    assert nothing == (
+        "nothing merged: 576 tokens are fewer than 768, the least that pays off; take a "
+        "picture 1.25 times as wide and high, or leave ToMe out"
+    )
+
+
+@pytest.mark.parametrize("kind", ["sd15", "flux"])
+@pytest.mark.parametrize("total", [20, 30])
+@pytest.mark.parametrize("used", ["simple", "sgm_uniform", "normal", "beta", "karras"])
+def test_no_scheduler_is_advised_that_is_in_use(models, kind, total, used):
+    sampling = models(kind).get_model_object("model_sampling")
+    schedule = comfy.samplers.calculate_sigmas(sampling, used, total).tolist()[-21:]
+    tried = []
+
+    def is_forecast(levels):
+        tried.append(levels)
+        return len(tried) == 2
+
+    expected = [name for name in ("simple", "sgm_uniform", "normal", "beta") if name != used]
+    found = scheduler_instead(sampling, schedule, is_forecast)
+    assert len(tried) == 2 and found in expected
+    assert all(len(levels) == 21 and levels[-1] == 0 for levels in tried)
+    # They begin as the run does.
+    assert all(levels[0] == pytest.approx(schedule[0], rel=0.1, abs=0.05) for levels in tried)
