@@ -106,14 +106,14 @@ def _made(node: Any, **inputs: Any) -> Patch:
     return patch
 
 
-def _with(prompt: Prompt, **extras: Any) -> Prompt:
+def extended(prompt: Prompt, **extras: Any) -> Prompt:
     """A prompt with more that belongs to it, as the host's nodes add it."""
     return [[text, {**others, **extras}] for text, others in prompt]
 
 
 def _with_second(subject: Subject, **extras: Any) -> Prompts:
     """A second positive prompt."""
-    return subject.positive + _with(subject.other, **extras), subject.negative
+    return subject.positive + extended(subject.other, **extras), subject.negative
 
 
 def _in_two_calls(subject: Subject) -> Prompts:
@@ -132,7 +132,7 @@ def _in_mask(subject: Subject) -> Prompts:
     return _with_second(subject, mask=mask, mask_strength=1.0, set_area_to_bounds=False)
 
 
-class _Control(comfy.controlnet.ControlBase):
+class Control(comfy.controlnet.ControlBase):
     """A ControlNet without a network, which always adds the same."""
 
     def get_control(
@@ -143,8 +143,8 @@ class _Control(comfy.controlnet.ControlBase):
             return None
         return {"input": [self.strength * self.cond_hint_original], "output": []}
 
-    def copy(self) -> "_Control":
-        made = _Control()
+    def copy(self) -> "Control":
+        made = Control()
         self.copy_to(made)
         return made
 
@@ -153,8 +153,8 @@ class _Control(comfy.controlnet.ControlBase):
 
 
 def _controlled(start: float, end: float, subject: Subject) -> Prompts:
-    control = _Control().set_cond_hint(subject.hint, 1.0, (start, end))
-    positive = _with(subject.positive, control=control, control_apply_to_uncond=True)
+    control = Control().set_cond_hint(subject.hint, 1.0, (start, end))
+    positive = extended(subject.positive, control=control, control_apply_to_uncond=True)
     return positive, subject.negative
 
 

@@ -290,16 +290,17 @@ class Forecasts:
     def _waits(self, step: Step) -> bool:
         """Whether the first forecast of a UNet's long run has to wait for one more answer.
 
-        It does while there is little of a picture, and once if an answer has turned back.
+        It does while there is little of a picture. If not for that, it waits once if an answer has
+        turned back.
         """
         if not self._is_unet or step.count < self._long:
             return False
-        if step.log_snr < EARLY_ON_UNET:
-            return True
-        if self.steps or self._has_waited:
+        is_early = step.log_snr < EARLY_ON_UNET
+        if self.steps or (self._has_waited and not is_early):
             return False
         cames = (line.came for line in self._lines)
-        self._has_waited = any(came is not None and bool((came < 0).any()) for came in cames)
+        turns = (came is not None and bool((came < 0).any()) for came in cames)
+        self._has_waited = is_early or any(turns)
         return self._has_waited
 
     def _is_rough(self, step: Step) -> bool:
