@@ -545,6 +545,17 @@ def test_a_sampler_that_looks_back_on_a_unet_minds_the_step_after_the_next_answe
     assert is_even(levels, 1, SAMPLERS["dpmpp_2m"].faster, is_unet)
 
 
+@pytest.mark.parametrize(("sampler", "is_left_alone"), [("dpmpp_2m", True), ("euler", False)])
+def test_samplers_that_look_back_leave_noise_of_a_unet_alone_that_falls_slowly_at_first(
+    sampler, is_left_alone
+):
+    """As under the scheduler beta."""
+    levels = [-5.0, -4.8, *(number / 2 - 4.3 for number in range(18))]
+    obstacles = [SAMPLERS[sampler].obstacle(levels, 20, is_unet) for is_unet in (True, False)]
+    assert obstacles == [reasons.UNEVEN if is_left_alone else None, None]
+    assert SAMPLERS[sampler].obstacle([-5.3, *levels[1:]], 20, True) is None
+
+
 def test_samplers_that_look_back_need_noise_that_falls_more_evenly():
     levels = [-4, -2, 0, 3, 5]
     assert is_even(levels, 2) and not is_even(levels, 2, SAMPLERS["dpmpp_2m"].faster)

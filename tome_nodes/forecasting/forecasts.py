@@ -158,7 +158,7 @@ class Forecasts:
         self._is_forecast = False
         self._noise_rises = False
         self._turns = False
-        self._has_waited = False
+        self._has_turned = False
         self._settled: bool | None = None
         self._reasons: Counter[str] = Counter()
 
@@ -235,6 +235,7 @@ class Forecasts:
         if self._is_unet:
             for line in self._lines:
                 line.begin_anew_after_a_jump(self._first(step))
+            self._look_for_a_turn(step)
         else:
             products = (line.product for line in self._lines)
             turns = any(product is not None and bool((product < 0).any()) for product in products)
@@ -264,7 +265,7 @@ class Forecasts:
             why = reasons.CHANGES
         elif not step.is_even:
             why = reasons.UNEVEN
-        elif self._turns or self._waits(step):
+        elif self._turns or self._is_early(step):
             why = reasons.TURNS
         else:
             return True
@@ -285,23 +286,20 @@ class Forecasts:
         is_edit = is_settled and step.from_noise and step.count < _SHORTEST_EDIT
         if is_edit or self._is_rough(step):
             return frozenset(range(step.count))
-        return steps_that_run(self._ratio, step.count, is_settled, self._is_unet)
+        return steps_that_run(self._ratio, step.count, is_settled, self._is_unet, self._has_turned)
 
-    def _waits(self, step: Step) -> bool:
-        """Whether the first forecast of a UNet's long run has to wait for one more answer.
+    def _look_for_a_turn(self, step: Step) -> None:
+        """Note whether an answer has turned back by the first step of a UNet that is forecast.
 
-        It does while there is little of a picture. If not for that, it waits once if an answer has
-        turned back.
+        If so, that step runs, and the forecasts come later.
         """
-        if not self._is_unet or step.count < self._long:
-            return False
-        is_early = step.log_snr < EARLY_ON_UNET
-        if self.steps or (self._has_waited and not is_early):
-            return False
-        cames = (line.came for line in self._lines)
-        turns = (came is not None and bool((came < 0).any()) for came in cames)
-        self._has_waited = is_early or any(turns)
-        return self._has_waited
+        if step.count >= self._long and step.index == self._first(step):
+            cames = (line.came for line in self._lines)
+            self._has_turned = any(came is not None and bool((came < 0).any()) for came in cames)
+
+    def _is_early(self, step: Step) -> bool:
+        """Whether there is too little of a picture yet to forecast a UNet's long run."""
+        return self._is_unet and step.count >= self._long and step.log_snr < EARLY_ON_UNET
 
     def _is_rough(self, step: Step) -> bool:
         """Whether the step is of a UNet's run that is neither long nor settled."""

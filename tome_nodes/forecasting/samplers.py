@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .. import reasons
-from .steps import FASTER, LONG, SHORTEST, are_apart, are_geometric
+from .steps import FASTER, LONG, SHORTEST, are_apart, are_geometric, begins_slowly
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,8 @@ class Sampler:
             return reasons.too_short(count, self.least)
         if count < self.apart and not are_apart(levels):
             return reasons.UNEVEN
-        if is_unet and self.faster != FASTER and are_geometric(levels):
+        looks_back = self.faster != FASTER
+        if is_unet and looks_back and (are_geometric(levels) or begins_slowly(levels)):
             return reasons.UNEVEN
         return None
 

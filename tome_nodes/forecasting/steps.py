@@ -148,6 +148,12 @@ def are_geometric(levels: Sequence[float]) -> bool:
     return max(gaps) - min(gaps) < 0.01 * max(gaps)
 
 
+def begins_slowly(levels: Sequence[float]) -> bool:
+    """Whether noise falls slowly at first: less in the first step than half of the mean."""
+    mean = (levels[-1] - levels[0]) / (len(levels) - 1)
+    return levels[1] - levels[0] < 0.5 * mean
+
+
 def first_steps(count: int, is_settled: bool, is_unet: bool = False) -> int:
     """The number of steps in which the model runs before the first forecast, in a run of
     ``count``."""
@@ -157,7 +163,7 @@ def first_steps(count: int, is_settled: bool, is_unet: bool = False) -> int:
 
 
 def steps_that_run(
-    ratio: float, count: int, is_settled: bool, is_unet: bool = False
+    ratio: float, count: int, is_settled: bool, is_unet: bool = False, has_turned: bool = False
 ) -> frozenset[int]:
     """The steps of a run in which the model runs; the others are forecast.
 
@@ -167,8 +173,9 @@ def steps_that_run(
         count: the number of steps of the run, at least 1.
         is_settled: whether answers change little from the start of the run.
         is_unet: whether the model is a UNet.
+        has_turned: whether one more step runs before the first forecast, see :class:`Forecasts`.
     """
-    first = first_steps(count, is_settled, is_unet)
+    first = first_steps(count, is_settled, is_unet) + has_turned
     between = max(0, count - 1 - first)
     running = min(round(between * (1 - ratio)), max(0, between - 1))
     fewest, longer = divmod(between - running, running + 1)
