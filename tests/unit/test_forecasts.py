@@ -553,7 +553,7 @@ def test_samplers_that_look_back_leave_noise_of_a_unet_alone_that_falls_slowly_a
     levels = [-5.0, -4.8, *(number / 2 - 4.3 for number in range(18))]
     obstacles = [SAMPLERS[sampler].obstacle(levels, 20, is_unet) for is_unet in (True, False)]
     assert obstacles == [reasons.UNEVEN if is_left_alone else None, None]
-    assert SAMPLERS[sampler].obstacle([-5.3, *levels[1:]], 20, True) is None
+    assert SAMPLERS[sampler].obstacle([-5.4, *levels[1:]], 20, True) is None
 
 
 def test_samplers_that_look_back_need_noise_that_falls_more_evenly():
