@@ -42,7 +42,7 @@ PAIRED = (
 )
 """The samplers under which steps are forecast, and one for each reason why none are."""
 
-_OF_NETWORKS = ("adapter", "Deep Shrink")
+OF_NETWORKS = ("adapter", "Deep Shrink")
 """The first words of situations with nodes that change the inside of a UNet."""
 
 AXES: dict[str, Sequence[Any]] = {
@@ -50,7 +50,7 @@ AXES: dict[str, Sequence[Any]] = {
     "steps": (8, 10, 20, 30),
     "guidance": (1.0, 3.0, 7.0),
     "negative": (True, False),
-    "situation": tuple(name for name in SITUATIONS if not name.startswith(_OF_NETWORKS)),
+    "situation": tuple(name for name in SITUATIONS if not name.startswith(OF_NETWORKS)),
     "schedule": tuple(
         (scheduler, shift) for scheduler in comfy.samplers.SCHEDULER_NAMES for shift in SHIFTS
     ),
@@ -68,7 +68,7 @@ UNET_AXES: dict[str, Sequence[Any]] = {
     "situation": tuple(
         name
         for name, situation in SITUATIONS.items()
-        if not (situation.is_video or name.startswith((*_OF_FLOWS, *_OF_NETWORKS)))
+        if not (situation.is_video or name.startswith((*_OF_FLOWS, *OF_NETWORKS)))
     ),
     "schedule": tuple((scheduler, None) for scheduler in comfy.samplers.SCHEDULER_NAMES),
 }
@@ -81,7 +81,7 @@ TRAINED_UNET_AXES: dict[str, Sequence[Any]] = {
     "negative": (True, False),
     "situation": (
         *("plain", "second prompt 0.2 to 0.8", "second prompt 0 to 0.5"),
-        *(name for name in SITUATIONS if name.startswith(_OF_NETWORKS)),
+        *(name for name in SITUATIONS if name.startswith(OF_NETWORKS)),
         *("PAG", "second pass, denoise 0.5", "EasyCache before ours", "EasyCache after ours"),
     ),
     "schedule": tuple(

@@ -149,9 +149,9 @@ def are_geometric(levels: Sequence[float]) -> bool:
 
 
 def begins_slowly(levels: Sequence[float]) -> bool:
-    """Whether noise falls slowly at first: less in the first step than half of the mean."""
-    mean = (levels[-1] - levels[0]) / (len(levels) - 1)
-    return levels[1] - levels[0] < 0.5 * mean
+    """Whether noise falls slowly at first: much less in the first step than in the second."""
+    first, second, third = levels[:3]
+    return second - first < 0.6 * (third - second)
 
 
 def first_steps(count: int, is_settled: bool, is_unet: bool = False) -> int:
