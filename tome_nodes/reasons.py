@@ -1,4 +1,4 @@
-"""Why nothing merged or was forecast, in words for users: what is in the way, and what to do.
+"""Why nothing was merged or forecast, in words for users: what is in the way, and what to do.
 
 The log and the reports put "nothing merged: " or "nothing was forecast: " before them. What to do
 stands after the last semicolon. Where too little would merge, it depends on more than merging, and

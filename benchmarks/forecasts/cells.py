@@ -47,7 +47,7 @@ SAMPLERS = (
 )
 """The host's samplers, and those that take it with churn."""
 
-_NOTHING = re.compile(r"\[ToMe\] nothing (was forecast|merged): ")
+_NOTHING = re.compile(r"\[ToMe\] nothing (was forecast|merged|was merged or forecast): ")
 
 FORECAST, ASIDE, NONE, WRONG = "forecast", "aside", "not possible", "wrong"
 

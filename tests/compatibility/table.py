@@ -67,7 +67,7 @@ def settings_on(kind: str, neighbour: Neighbour) -> list[str]:
 
 RIGHT, PARTLY, ASIDE, NONE, WRONG = "right", "partly", "steps aside", "not for this model", "wrong"
 VERDICTS = (RIGHT, PARTLY, ASIDE, NONE, WRONG)
-"""What can become of a cell: the third means that nothing merged or was forecast, the second that
+"""What can become of a cell: the third means that nothing was merged or forecast, the second that
 less merged."""
 
 _INTRODUCTION = f"""\
@@ -75,7 +75,7 @@ Each node met ours, before it and after it, on tiny models of ComfyUI's own clas
 merged, in {len(SETTINGS)} settings ({", ".join(SETTINGS)}). *right*: with a lossless plan, which
 only shuffles tokens, the result is that of the node alone, to {CLOSE:g} of its norm. In Flux steps
 were forecast. *right*: some were, and the order of the nodes does not matter. *partly* and *steps
-aside* are right too, but less merged, or nothing merged or was forecast, and the log says so; a
+aside* are right too, but less merged, or nothing was merged or forecast, and the log says so; a
 number leads to the settings and to the words of the log. A dash: alone, the node fails on this
 class, changes nothing, or is not made for it; the JSON file has the reasons. Nodes that compile ran
 with the backend *eager*, in two settings."""

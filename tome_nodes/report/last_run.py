@@ -52,7 +52,7 @@ class LastRun:
         if self.counts.merged or self.counts.forecast_steps:
             return None
         if self.unmerged is not None and self.unmerged == self.unforecast:
-            return f"nothing merged or was forecast: {self.unmerged}"
+            return f"nothing was merged or forecast: {self.unmerged}"
         both = [("nothing merged", self.unmerged), ("nothing was forecast", self.unforecast)]
         advice = ""
         if self.prospects is not None and self.unforecast is not None:
