@@ -251,17 +251,6 @@ def test_a_model_that_is_patched_already_is_of_the_same_kind_and_what_is_kept_is
     assert {"balanced, ratio 0.60", EASY_CACHE} < kept["tried"].keys()
 
 
-def test_the_log_and_the_report_of_a_run_end_with_what_was_measured(sd15, log_messages):
-    config = configured(Candidate("balanced", 0.5))
-    patched = attach(sd15, config, tuned=Measured(0.041, 0.25, 0.1))
-    sample(patched, (16, 16))
-    words = "6.10 times as fast: 41 ms a step, 0.25 s unpatched"
-    assert log_messages()[-1].endswith(f", window, {words}")
-    assert f"Helped: {words} (ToMe Tune)" in pages.in_words(last_run(patched))
-    sample(attach(sd15, config), (16, 16))
-    assert log_messages()[-1].endswith(", window")
-
-
 def test_a_run_too_short_to_forecast_is_compared_with_fewer_steps(timed):
     result = timed.tune(steps=3)
     assert result.candidate is None

@@ -4,7 +4,6 @@ import logging
 from dataclasses import dataclass
 
 from ..settings.config import ToMeConfig
-from ..tuning.search import Measured
 from . import log_line
 from .counts import Counts
 from .gain import Gain
@@ -23,7 +22,6 @@ class LastRun:
         counts: what was merged and forecast.
         unmerged: why nothing was merged; None if something was, or if nothing was to be.
         unforecast: the same of forecasts.
-        tuned: what ToMe Tune measured with these settings, None if it did not choose them.
         gain: what the run gained; None if nothing was merged or forecast.
         backend: for example ``torch``, with the reason if it is not Triton; None if the run never
             chose one.
@@ -33,7 +31,6 @@ class LastRun:
     model: str
     config: ToMeConfig
     counts: Counts
-    tuned: Measured | None
     unmerged: str | None = None
     unforecast: str | None = None
     gain: Gain | None = None
@@ -54,7 +51,7 @@ class LastRun:
         if self.nothing is not None:
             return self.nothing
         backend = [] if self.backend in (None, "torch") else [self.backend]
-        done = log_line.log_line(self.counts, self.config, backend, self.tuned)
+        done = log_line.log_line(self.counts, self.config, backend)
         # Where steps are forecast, it does not matter why nothing merges.
         missing = "" if self.unforecast is None else f"; nothing was forecast: {self.unforecast}"
         return done + missing
@@ -69,5 +66,5 @@ class LastRun:
         where = "" if node is None else f"{node}: "
         count = "" if alike == 1 else f"{alike} runs: "
         level = logging.INFO if self.nothing is None else logging.WARNING
-        gain = "" if self.gain is None or self.tuned is not None else f"; {self.gain.words}"
+        gain = "" if self.gain is None else f"; {self.gain.words}"
         log.log(level, "[ToMe] %s%s%s%s", where, count, self.line, gain)
