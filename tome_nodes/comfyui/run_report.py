@@ -103,6 +103,7 @@ class RunReport(Observer):
                 config=patched.config,
                 counts=counts,
                 unmerged=None if counts.merged else reasons.named(obstacle, others),
+                stopped=run.stopped,
                 backend=None if engine is None else (*engine.in_words(), engine.backend)[0],
                 recording=None if self._details is None else self._details.finish(),
                 gain=gain,

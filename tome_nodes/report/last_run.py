@@ -22,6 +22,7 @@ class LastRun:
         counts: what was merged and forecast.
         unmerged: why nothing was merged; None if something was, or if nothing was to be.
         unforecast: the same of forecasts.
+        stopped: why merging stopped in the run, such as too little memory; None if it did not.
         gain: what the run gained; None if nothing was merged or forecast.
         backend: for example ``torch``, with the reason if it is not Triton; None if the run never
             chose one.
@@ -33,6 +34,7 @@ class LastRun:
     counts: Counts
     unmerged: str | None = None
     unforecast: str | None = None
+    stopped: str | None = None
     gain: Gain | None = None
     backend: str | None = None
     recording: Recording | None = None
