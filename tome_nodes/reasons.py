@@ -58,6 +58,11 @@ ATTENTION_OFF = "merge_attn is off, and nothing else merges in models of this ki
 
 NO_MEMORY = "the device has no memory left for merging; take a smaller picture or batch"
 
+NO_MORE_GRAPHS = (
+    "torch.compile has made as many graphs of this model as it may, so other sizes run uncompiled; "
+    "raise torch._dynamo.config.recompile_limit, or take fewer sizes"
+)
+
 RECOMPUTED = (
     "gradient checkpointing runs the transformer blocks again outside of the model's call; switch "
     "it off, or leave ToMe out"

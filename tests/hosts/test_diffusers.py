@@ -497,6 +497,19 @@ def test_one_graph_serves_batches_of_any_size_that_are_marked_as_dynamic(fresh_c
     assert graphs.frame_count == 1
 
 
+@torch.no_grad()
+def test_merging_needs_as_many_graphs_for_many_sizes_as_the_plain_model(fresh_compiler):
+    """Three: for the first size, for any other width, and for any size."""
+    unet, graphs = make_unet("one_level"), CompileCounter()
+    tome_nodes.apply_patch(unet)
+    sizes = [(16, 16), (16, 20), (24, 24), (20, 24), (24, 32)]
+    expected = [call(unet, grid=size) for size in sizes]
+    compiled = torch.compile(unet, backend=graphs, fullgraph=True)
+    for size, output in zip(sizes, expected, strict=True):
+        assert relative_error(call(compiled, grid=size), output) < ROUNDING
+    assert graphs.frame_count == 3
+
+
 def test_gradients_also_reach_merged_tokens_after_kernels_have_merged_without(unet):
     """They need plain torch. On a CPU, the kernels are interpreted."""
     pytest.importorskip("triton", "3.6", reason="the kernels need Triton 3.6")

@@ -1,20 +1,23 @@
 """An error at any stage of merging: it is the one that the user sees, and it leaves nothing."""
 
 from itertools import cycle
+from weakref import WeakSet
 
 import comfy.model_management
 import pytest
 import torch
-from common import EVERYTHING, stopped
+from common import EVERYTHING, relative_error, stopped
 from host import compiled, merging, overridden, sample
 from models.comfyui import TINY, UNETS
 from models.comfyui import sample as sample_transformer
 from models.pipelines import call, make_unet
+from torch._dynamo.testing import CompileCounter
 
 import tome_nodes
 from tome_nodes import reasons
 from tome_nodes.comfyui.attachment import attach
 from tome_nodes.merging.plan import Plan
+from tome_nodes.patching import evaluation
 from tome_nodes.patching.blocks import Block
 from tome_nodes.strategies.cells import CellStrategy
 
@@ -33,6 +36,8 @@ NEEDED = {
 }
 
 CASES = [(scope, stage) for scope, stages in NEEDED.items() for stage in stages]
+
+ROUNDING = 5e-5
 
 by_scope = pytest.mark.parametrize("scope", NEEDED)
 ERRORS = [RuntimeError, comfy.model_management.InterruptProcessingException, KeyboardInterrupt]
@@ -152,6 +157,46 @@ def test_a_unet_of_diffusers_goes_on_unmerged(without_memory, scope, stage):
     without_memory(stage, run, plain)
     tome_nodes.remove_patch(unet)
     assert not any("forward" in vars(module) for module in unet.modules())
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_a_unet_whose_compiler_makes_no_more_graphs_merges_uncompiled_and_says_so_once(
+    fresh_compiler, log_messages, fullgraph
+):
+    unet, graphs = make_unet("one_level"), CompileCounter()
+    tome_nodes.apply_patch(unet)
+    sizes = (16, 16), (16, 20), (24, 24)
+    expected = [call(unet, grid=size) for size in sizes]
+    compiled_unet = torch.compile(unet, backend=graphs, fullgraph=fullgraph)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for timestep in 500, 400, 500:
+            for size, output in zip(sizes, expected, strict=True):
+                actual = call(compiled_unet, timestep, grid=size)
+                assert timestep != 500 or relative_error(actual, output) < ROUNDING
+    assert graphs.frame_count == 1
+    assert [line for line in log_messages() if "compile" in line] == [
+        f"[ToMe] {reasons.NO_MORE_GRAPHS}"
+    ]
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_a_model_whose_compiler_makes_no_more_graphs_merges_uncompiled_and_says_so_once(
+    shallow, fresh_compiler, monkeypatch, log_messages, fullgraph
+):
+    # The model is that of other tests.
+    monkeypatch.setattr(evaluation, "_said", WeakSet())
+    graphs, patched = CompileCounter(), attach(shallow, merging())
+    sizes = (16, 16), (16, 20), (24, 24)
+    expected = [sample(patched, size) for size in sizes]
+    merged = compiled(patched, backend=graphs, fullgraph=fullgraph)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for _ in range(2):
+            for size, output in zip(sizes, expected, strict=True):
+                assert relative_error(sample(merged, size), output) < ROUNDING
+    assert graphs.frame_count == 1
+    assert [line for line in log_messages() if "compile" in line] == [
+        f"[ToMe] {reasons.NO_MORE_GRAPHS}"
+    ]
 
 
 def fails_on_merging(graph, inputs):

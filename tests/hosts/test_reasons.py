@@ -171,7 +171,7 @@ def test_a_run_of_eight_steps_says_whether_it_helped(
     lines = in_words(run(models, kind, config, steps=8))
     assert caplog.messages[-1].endswith(f"; {words}")
     assert lines[1] == f"Helped: {words}"
-    assert any("let ToMe Tune measure" in line for line in lines) == ("expected" in words)
+    assert any("ask ToMe Tune" in line for line in lines) == ("expected" in words)
 
 
 class Doubles(TorchDispatchMode):

@@ -1,19 +1,25 @@
 """ToMe Tune on real models: what it measures, what it takes, and what it keeps."""
 
 import json
+from itertools import pairwise
+from weakref import WeakMethod
 
+import comfy.controlnet
 import comfy.model_management
+import comfy.sd
 import folder_paths
 import pytest
 import torch
 from comfy.nested_tensor import NestedTensor
 from comfy.patcher_extension import WrappersMP
-from comfy_extras import nodes_easycache
+from comfy_extras import nodes_easycache, nodes_model_advanced
 from common import FakeClock
 from host import conditioning, keys_only, overridden, sample
 from models import comfyui as tiny_models
+from models.checkpoints import write_checkpoint
 from models.comfyui import TINY
 
+from tome_nodes import reasons
 from tome_nodes.comfyui.attachment import KEY, attach, is_attached, last_run
 from tome_nodes.comfyui.models import transformers
 from tome_nodes.comfyui.tune import tune_cache, tuner
@@ -22,6 +28,7 @@ from tome_nodes.comfyui.tune.tuner import EASY_CACHE, tune
 from tome_nodes.report import pages
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.presets import settings_of
+from tome_nodes.strategies.window import WindowStrategy
 from tome_nodes.tuning.search import BALANCED, FAST, Candidate, Measured, Wish
 
 SPEEDS = {"balanced": {0.3: 1.05, 0.6: 1.25, 0.85: 1.5}, "fast": {0.3: 1.25, 0.5: 2.0, 0.7: 3.0}}
@@ -88,7 +95,9 @@ class Timed:
     def __init__(self, model, sampling, answers_on_a_line=False):
         self.model, self.sampling = model, sampling
         self.clock, self.seen = FakeClock(), []
-        before_evaluations(model, self._spend)
+        # What has changed is measured again, but this one's state is none of the model.
+        spend = WeakMethod(self._spend)
+        before_evaluations(model, lambda *given: spend()(*given))
         if answers_on_a_line:
             answer_on_a_line(model)
 
@@ -251,17 +260,6 @@ def test_a_model_that_is_patched_already_is_of_the_same_kind_and_what_is_kept_is
     assert {"balanced, ratio 0.60", EASY_CACHE} < kept["tried"].keys()
 
 
-def test_the_log_and_the_report_of_a_run_end_with_what_was_measured(sd15, log_messages):
-    config = configured(Candidate("balanced", 0.5))
-    patched = attach(sd15, config, tuned=Measured(0.041, 0.25, 0.1))
-    sample(patched, (16, 16))
-    words = "6.10 times as fast: 41 ms a step, 0.25 s unpatched"
-    assert log_messages()[-1].endswith(f", window, {words}")
-    assert f"Helped: {words} (ToMe Tune)" in pages.in_words(last_run(patched))
-    sample(attach(sd15, config), (16, 16))
-    assert log_messages()[-1].endswith(", window")
-
-
 def test_a_run_too_short_to_forecast_is_compared_with_fewer_steps(timed):
     result = timed.tune(steps=3)
     assert result.candidate is None
@@ -270,10 +268,48 @@ def test_a_run_too_short_to_forecast_is_compared_with_fewer_steps(timed):
     # Another wish is compared with the steps that fulfil it.
     faster = timed.tune(Wish("speed", 2.0), steps=3)
     assert [*faster.instead] == ["1 of 3 steps", EASY_CACHE]
-    assert timed.tune(steps=3).runs == 0
-    (measured,) = result.figures.values()
-    assert measured.obstacle.startswith("nothing was forecast: a run of 3 is too short")
+    for measured in result.figures.values():
+        assert measured.obstacle.startswith("nothing was forecast: a run of 3 is too short")
     assert pages.tuning_page(result).text.startswith("Unpatched: nothing was forecast: a run of 3")
+
+
+def test_ratios_below_one_that_forecasts_nothing_are_tried(timed):
+    """The prompts change around step 6 of 9, and 0.85 lets the model run in that step alone."""
+    positive = [
+        [text, {**extras, "start_percent": start / 9, "end_percent": end / 9}]
+        for start, end in pairwise((0, 1.5, 5.5, 9))
+        for text, extras in sampling().positive
+    ]
+    result = timed.tune(steps=9, positive=positive)
+    highest, lowest = result.figures[BALANCED[2]], result.figures[BALANCED[0]]
+    assert highest.obstacle.startswith("nothing was forecast: prompts, guidance")
+    assert lowest.speed == pytest.approx(9 / 8)
+
+
+def test_what_was_in_the_way_is_no_longer_said_once_it_is_gone(
+    timed_unet, monkeypatch, user_folder
+):
+    """Also of a run in which memory runs out after some steps have merged."""
+    plan, calls = WindowStrategy.plan, []
+
+    def no_room(*args):
+        calls.append(None)
+        if len(calls) > 20:
+            raise torch.OutOfMemoryError("no room")
+        return plan(*args)
+
+    with monkeypatch.context() as context:
+        context.setattr(WindowStrategy, "plan", no_room)
+        first = timed_unet.tune()
+    assert {measured.obstacle for measured in first.figures.values()} > {
+        f"merging stopped: {reasons.NO_MEMORY}",
+    }
+    assert first.candidate is None
+    kept = [json.loads(path.read_text())["tried"] for path in user_folder.rglob("*.json")]
+    assert [
+        measured for by_name in kept for measured in by_name.values() if measured["obstacle"]
+    ] == []
+    assert timed_unet.tune().candidate == Candidate("balanced", 0.6)
 
 
 def test_a_model_that_cannot_be_patched_stays_as_it_is(timed, monkeypatch):
@@ -339,8 +375,9 @@ def test_an_answer_that_is_not_finite_is_a_failure(timed_unet):
     timed_unet.model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "spoil", spoil)
     result = timed_unet.tune()
     assert result.candidate is None
-    assert all(measured.has_failed for measured in result.figures.values())
-    said = "Unpatched: the trial failed: the picture is not finite."
+    failed = "the trial failed: the picture is not finite"
+    assert {measured.obstacle for measured in result.figures.values()} == {failed}
+    said = f"Unpatched: {failed}."
     assert pages.tuning_page(result).text.startswith(said)
 
 
@@ -383,7 +420,7 @@ REFERENCE = {"pooled_output": torch.zeros(1, 32), "reference_latents": [torch.ze
 def test_what_is_kept_counts_for_the_same_kind_of_run_and_model_only(timed):
     timed.tune()
     for other in (
-        *({"size": (32, 24)}, {"steps": 6}, {"cfg": 3.0}, {"measure_again": True}),
+        *({"size": (32, 24)}, {"steps": 6}, {"cfg": 3.0}, {"cfg": 7.0}, {"measure_again": True}),
         *({"denoise": 0.6}, {"sampler_name": "heun"}, {"scheduler": "karras"}),
         {"positive": [[torch.zeros(1, 5, 32), REFERENCE]]},
         {"latent_image": {"samples": torch.zeros(2, 16, 32, 32)}},
@@ -397,6 +434,62 @@ def test_what_is_kept_counts_for_the_same_kind_of_run_and_model_only(timed):
     patched.add_object_patch("model_sampling", patched.get_model_object("model_sampling"))
     for changed in wrapped, evaluated, patched:
         assert timed.tune(model=changed).runs > 0
+
+
+def shifted(model, value):
+    return nodes_model_advanced.ModelSamplingFlux().patch(model, value, 0.5, 512, 512)[0]
+
+
+def rescaled(model, value):
+    return nodes_model_advanced.RescaleCFG().patch(model, value)[0]
+
+
+def with_lora(model, value):
+    model = model.clone()
+    (key, *_) = (key for key in model.model.state_dict() if key.endswith("img_in.weight"))
+    change = torch.zeros_like(model.model.state_dict()[key])
+    model.add_patches({key: ("diff", (change,))}, value)
+    return model
+
+
+@pytest.mark.parametrize("patched", [shifted, rescaled, with_lora])
+def test_another_value_of_a_node_before_it_is_measured(timed, patched):
+    timed.tune(model=patched(timed.model, 1.25), steps=4)
+    again = patched(timed.model, 1.25)
+    assert timed.tune(model=again, steps=4).runs == 0
+    assert timed.tune(model=patched(timed.model, 1.5), steps=4).runs > 0
+
+
+def test_another_file_of_the_same_kind_is_measured(tmp_path):
+    paths = [tmp_path / f"{name}.ckpt" for name in ("one", "two")]
+    for path in paths:
+        write_checkpoint(path, "sd15", levels=1, unet_only=True)
+
+    def key(path):
+        model, run = comfy.sd.load_diffusion_model(str(path)), sampling_of_unet()
+        return tuner._key(model, run, Trials(model, run, 9, FakeClock()))
+
+    first, again, second = map(key, (paths[0], *paths))
+    assert first == again
+    assert first != second
+
+
+def test_another_strength_of_a_controlnet_is_measured(timed):
+    """And another range."""
+
+    def with_control(**values):
+        control = comfy.controlnet.ControlBase()
+        vars(control).update(values)
+        return [[text, {**extras, "control": control}] for text, extras in sampling().positive]
+
+    trials = Trials(timed.model, timed.sampling(), 9, timed.clock)
+
+    def key(**values):
+        return tuner._key(timed.model, timed.sampling(positive=with_control(**values)), trials)
+
+    assert key(strength=0.5) == key(strength=0.5)
+    assert key(strength=0.5) != key(strength=0.6)
+    assert key(timestep_percent_range=(0.0, 0.5)) != key(timestep_percent_range=(0.0, 1.0))
 
 
 OF = {"b": 1, "a": [1, 2]}
@@ -418,7 +511,7 @@ def test_what_is_kept_comes_back_as_it_was_from_a_folder_with_any_name(user_fold
 
 
 def file_with(**change):
-    facts = {"seconds": 0.5, "unpatched": 1.0, "change": 0.1, "obstacle": None, "has_failed": False}
+    facts = {"seconds": 0.5, "unpatched": 1.0, "change": 0.1, "obstacle": None}
     return json.dumps({"date": "2026-11-23", "tried": {EASY_CACHE: facts | change}})
 
 

@@ -22,7 +22,6 @@ from ..patching.engine import MakeStrategy
 from ..report.last_run import LastRun
 from ..settings.config import ToMeConfig
 from ..strategies import make_strategy
-from ..tuning.search import Measured
 from . import host_checks, run_log, workflow
 from .forecast_run import ForecastRun, forecasts_unet, function_of
 from .merging_run import KEY, MergingRun, apply_model
@@ -39,7 +38,6 @@ def attach(
     make_strategy: MakeStrategy = make_strategy,
     on_step: Callable[[str], None] | None = None,
     wants_details: Callable[[], bool] | None = None,
-    tuned: Measured | None = None,
     is_quiet: bool = False,
 ) -> ModelPatcher:
     """A clone of a model that runs faster. Its settings replace any earlier ones.
@@ -50,7 +48,6 @@ def attach(
         make_strategy: makes the strategy of a run.
         on_step: called once in every step with a short text on what was done.
         wants_details: called at the start of every run; returns whether to record it in detail.
-        tuned: what ToMe Tune measured with these settings, for the log and the report.
         is_quiet: whether runs log nothing.
 
     Returns:
@@ -77,9 +74,7 @@ def attach(
     clone = detach(model)
     if config.does_nothing(not does_merge):
         return clone
-    attachment = _Attachment(
-        *(config, make_strategy, on_step, wants_details, tuned, is_quiet, does_merge)
-    )
+    attachment = _Attachment(config, make_strategy, on_step, wants_details, is_quiet, does_merge)
     clone.add_callback_with_key(CallbacksMP.ON_PRE_RUN, KEY, attachment.pre_run)
     clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, attachment.sample)
     if does_merge:
@@ -170,7 +165,6 @@ class _Attachment:
     make_strategy: MakeStrategy
     on_step: Callable[[str], None] | None
     wants_details: Callable[[], bool] | None
-    tuned: Measured | None
     is_quiet: bool
     merges: bool
     runs: dict[str | None, LastRun] = field(default_factory=dict)
@@ -247,7 +241,7 @@ class _Attachment:
         self.runs.pop(node, None)
 
         def keep(run: SamplingRun) -> None:
-            last_runs = run.finish(self.tuned)
+            last_runs = run.finish()
             if last_runs:
                 self.runs[node] = last_runs[0]
             if not self.is_quiet:

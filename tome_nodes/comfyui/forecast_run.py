@@ -34,7 +34,6 @@ from ..report.counts import Counts
 from ..report.gain import gain_of
 from ..report.last_run import LastRun
 from ..settings.config import ToMeConfig
-from ..tuning.search import Measured
 from .advice import is_too_rough, samplers_instead, scheduler_instead
 from .course import GUIDANCE, course_of, has_momentum
 
@@ -152,11 +151,8 @@ class ForecastRun:
 
         return counted
 
-    def finish(self, tuned: Measured | None) -> list[LastRun]:
-        """The record of the run; none if no step was sampled.
-
-        ``tuned`` is what ToMe Tune measured with these settings, None if it did not choose them.
-        """
+    def finish(self) -> list[LastRun]:
+        """The record of the run; none if no step was sampled."""
         if not self._steps_seen:
             return []
         counts = Counts(self.count)
@@ -166,7 +162,6 @@ class ForecastRun:
             config=self._config,
             counts=counts,
             unforecast=self.reason,
-            tuned=tuned,
             gain=gain_of(counts, self._config, self.begun) if counts.forecast_steps else None,
         )
         return [last]

@@ -24,7 +24,6 @@ from ..patching.evaluation import Run
 from ..patching.schedule import Moment, is_active, progress_at, step_index
 from ..report.last_run import LastRun
 from ..settings.config import ToMeConfig
-from ..tuning.search import Measured
 from . import comfy_compiler, host_checks
 from .models import record_of
 from .models.base import OVERRIDE, ComfyRecord
@@ -293,22 +292,18 @@ class MergingRun:
 
     def finish(
         self,
-        tuned: Measured | None,
         forecast_steps: Set[int] = frozenset(),
         begun: Mapping[int, float] | None = None,
     ) -> list[LastRun]:
         """The records of the run, one for each class of model; none if nothing was evaluated.
 
         Args:
-            tuned: what ToMe Tune measured with these settings, None if it did not choose them.
             forecast_steps: the steps in which no model ran.
             begun: when each step began, in seconds; None to take the times of this part.
         """
         times = self._times if begun is None else lambda: begun
         last_runs = [
-            report.finish(
-                *(run, model, tuned, times, self._others, self._gpu_waited, forecast_steps)
-            )
+            report.finish(run, model, times, self._others, self._gpu_waited, forecast_steps)
             for report, run, model in self._reports.values()
         ]
         return [last for last in last_runs if last is not None]

@@ -161,7 +161,6 @@ class ToMeTune(io.ComfyNode):
                 model,
                 validation.config_of(**settings),
                 wants_details=_wants_details(workflow.running_node()),
-                tuned=findings.measured,
             )
         else:
             tuned = attachment.detach(model)

@@ -22,7 +22,6 @@ from ..report.counts import Counts
 from ..report.gain import gain_of
 from ..report.last_run import LastRun
 from ..report.recording import Recorder
-from ..tuning.search import Measured
 
 log = logging.getLogger("tome_nodes")
 
@@ -79,7 +78,6 @@ class RunReport(Observer):
         self,
         run: Run,
         model: Any,
-        tuned: Measured | None,
         begun: Callable[[], Mapping[int, float]],
         others: Set[str],
         gpu_waited: bool,
@@ -87,10 +85,9 @@ class RunReport(Observer):
     ) -> LastRun | None:
         """The record of the run; None if an error, which is logged, prevented it.
 
-        ``model`` is the BaseModel of ComfyUI that was evaluated, ``tuned`` as in the record,
-        ``begun`` returns when its steps began, ``others`` are the nodes that may be in the way,
-        ``gpu_waited`` is whether the GPU waited for the host in most steps, and no model ran in
-        ``forecast_steps``.
+        ``model`` is the BaseModel of ComfyUI that was evaluated, ``begun`` returns when its
+        steps began, ``others`` are the nodes that may be in the way, ``gpu_waited`` is whether the
+        GPU waited for the host in most steps, and no model ran in ``forecast_steps``.
         """
         try:
             counts, engine, patched = self._counts, run.engine, run.model
@@ -111,10 +108,10 @@ class RunReport(Observer):
                 counts=counts,
                 unmerged=None if counts.merged else reasons.named(obstacle, others),
                 prospects=prospects,
+                stopped=run.stopped,
                 backend=None if engine is None else (*engine.in_words(), engine.backend)[0],
                 recording=None if self._details is None else self._details.finish(),
                 gain=gain,
-                tuned=tuned,
             )
         except Exception as error:
             warn("the report of this run is missing", error)

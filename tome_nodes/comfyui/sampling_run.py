@@ -13,7 +13,6 @@ from typing import Any
 from comfy.model_management import InterruptProcessingException
 
 from ..report.last_run import LastRun
-from ..tuning.search import Measured
 from .forecast_run import ForecastRun
 from .merging_run import MergingRun
 from .run_report import warn
@@ -57,29 +56,27 @@ class SamplingRun:
             callback = self._forecasting.counting(callback)
         return callback
 
-    def finish(self, tuned: Measured | None) -> list[LastRun]:
+    def finish(self) -> list[LastRun]:
         """The records of the run, one for each class of model; none if nothing was sampled.
 
         An error, which is logged, never costs the picture.
-
-        ``tuned`` is what ToMe Tune measured with these settings, None if it did not choose them.
         """
         try:
-            return self._records(tuned)
+            return self._records()
         except Exception as error:
             warn("the report of this run is missing", error)
             return []
 
-    def _records(self, tuned: Measured | None) -> list[LastRun]:
+    def _records(self) -> list[LastRun]:
         forecasting, merging = self._forecasting, self._merging
         if merging is None:
-            return [] if forecasting is None else forecasting.finish(tuned)
+            return [] if forecasting is None else forecasting.finish()
         if forecasting is None:
             remedy = None if self._idle is None else self._idle.remedy
-            return [replace(last, remedy=remedy) for last in merging.finish(tuned)]
+            return [replace(last, remedy=remedy) for last in merging.finish()]
         steps = forecasting.forecasts.steps
         # A forecast step has no evaluation in which merging could take its time.
-        last_runs = merging.finish(tuned, steps, forecasting.begun)
+        last_runs = merging.finish(steps, forecasting.begun)
         return [replace(last, unforecast=forecasting.reason) for last in last_runs]
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from .. import reasons
@@ -17,6 +18,7 @@ from ..merging.plan import Grid, Plan
 from ..settings.config import ToMeConfig
 from ..strategies.cells import LARGE, LEAST, share_of
 from .attention_trial import Attention
+from .compiling import is_left_uncompiled
 from .engine import Engine
 from .key_weights import KeyWeights
 from .overrides import Forward, Override, Overrides
@@ -158,6 +160,7 @@ class Evaluation:
         stack_merged: ``stack_tokens`` merged, if the stack runs as one; else None.
         stack_keys: what the merged keys of the running stack weigh, once that was needed.
         stack_weights: what weighs the keys of the running stack at once; None if each block does.
+        is_uncompiled: whether the compiler of the model had no graph for it, and made none.
     """
 
     engine: Engine
@@ -172,6 +175,7 @@ class Evaluation:
     stack_merged: Tensor | None = None
     stack_keys: KeyWeights | None = None
     stack_weights: StackWeights | None = None
+    is_uncompiled: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -449,6 +453,8 @@ class Block:
         evaluation = self.model.evaluation
         assert evaluation is not None
         self.outcome.grid = grid
+        if not torch.compiler.is_compiling() and is_left_uncompiled():
+            evaluation.is_uncompiled = True
         share = share_of(evaluation.ratio, grid.tokens, growth)
         plan = evaluation.engine.strategy.plan(features, grid, share)
         if plan is None:

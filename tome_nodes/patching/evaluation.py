@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import RLock
 from typing import TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from ..merging.plan import Grid
 from ..ops.random_picks import step_key
 from ..settings.config import ToMeConfig
 from .blocks import Evaluated, Evaluation, ModelRecord, Observer, Outcome, PatchedModel
+from .compiling import has_no_more_graphs, with_graphs_so_far
 from .engine import Engine, MakeStrategy, first_line, make_engine
 from .schedule import Moment, ratio_at
 
@@ -33,6 +34,9 @@ as much time as it saves."""
 _locks: WeakKeyDictionary[nn.Module, RLock] = WeakKeyDictionary()
 """What a thread holds while it evaluates a model; evaluations may be nested."""
 
+_said: WeakSet[nn.Module] = WeakSet()
+"""The models of which it was said that the compiler makes no more graphs."""
+
 
 class Run:
     """The evaluations of one model in a sampling run.
@@ -42,6 +46,8 @@ class Run:
         engine: what merging runs on; None before the first evaluation that may merge.
         stopped: why nothing merges any more, as a merged evaluation failed and an unmerged one did
             not; else None.
+        may_compile: whether the compiler of the model may make graphs; False once it has said that
+            it makes no more.
     """
 
     def __init__(
@@ -55,6 +61,7 @@ class Run:
         self.model = PatchedModel(config, record, model, observer)
         self.engine: Engine | None = None
         self.stopped: str | None = None
+        self.may_compile = True
         self._may_merge = False
         self._config = config
         self._make_strategy = make_strategy
@@ -63,17 +70,23 @@ class Run:
     def or_unmerged(self, evaluate: Callable[[], Result]) -> Result:
         """The result of ``evaluate``; the result without merging if that fails for its own reasons.
 
-        These are too little memory, and a compiler of the model that fails on merging.
+        These are too little memory, and a compiler of the model that fails on merging. If it only
+        makes no more graphs, the result is that of the graphs so far, or of none.
 
         Args:
             evaluate: evaluates the model within :meth:`evaluation`.
         """
+        if not self.may_compile:
+            return with_graphs_so_far(evaluate)
         try:
             return evaluate()
         except Exception as error:
-            why = _why_stopped(error) if self._may_merge else None
-            if why is None:
+            self.may_compile = not has_no_more_graphs(error)
+            why = _why_stopped(error) if self._may_merge and self.may_compile else None
+            if why is None and self.may_compile:
                 raise
+        if why is None:
+            return with_graphs_so_far(evaluate)
         # Not in the except block, where the traceback keeps the tensors of the evaluation.
         self.stopped = why
         try:
@@ -117,9 +130,17 @@ class Run:
                 with self._installed(evaluation):
                     yield
                     outcomes = self.model.outcomes(evaluation)
+                if evaluation.is_uncompiled:
+                    self._say_uncompiled()
         blocks = len(self.model.blocks)
         result = Evaluated(moment.step, blocks, outcomes, obstacle, moment.is_active)
         self.model.observer.evaluated(result)
+
+    def _say_uncompiled(self) -> None:
+        """Say once of a model that its compiler makes no more graphs."""
+        if self.model.model not in _said:
+            _said.add(self.model.model)
+            log.warning("[ToMe] %s", reasons.NO_MORE_GRAPHS)
 
     @contextmanager
     def _installed(self, evaluation: Evaluation) -> Iterator[None]:

@@ -275,10 +275,15 @@ class ModuleBlock(Block):
             self.outcome.reason = reasons.TOKENS_CHANGED
             return None
         height, width = shape[-2:]
-        tall, wide = evaluation.latent[:2] if latent is None else latent[-2:]
-        # Each halving rounds up.
         times = evaluation.deepest
-        if height < -(-tall // times) or width < -(-wide // times):
+        if shapes is None:
+            # The sizes of the evaluation are numbers, for each of which a compiler makes a graph.
+            is_deeper = self.stack.level > times
+        else:
+            tall, wide = evaluation.latent[:2] if latent is None else latent[-2:]
+            # Each halving rounds up.
+            is_deeper = height < -(-tall // times) or width < -(-wide // times)
+        if is_deeper:
             return None
         if count < self.model.least_tokens:
             self.outcome.reason = self.model.too_few(count)

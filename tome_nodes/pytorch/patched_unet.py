@@ -18,6 +18,7 @@ from torch._dynamo.decorators import skip
 from .. import reasons
 from ..merging.plan import Grid
 from ..patching.blocks import Evaluated, Observer
+from ..patching.compiling import with_graphs_so_far
 from ..patching.evaluation import Run
 from ..patching.merge_modules import UNetRecord
 from ..patching.prospects import prospects_of
@@ -67,6 +68,7 @@ class _Latest(Observer):
 
 # torch.compile is to trace nothing around the model's forward.
 skip(Run.or_unmerged)
+skip(with_graphs_so_far)
 
 
 class UNetCalls(Calls):
@@ -129,6 +131,8 @@ class UNetCalls(Calls):
         is_new = noise > self._timestep or not self._completed
         if is_new and self._run.stopped == reasons.NO_MEMORY:
             self._run.stopped = None
+        # So may the compiler have more room.
+        self._run.may_compile |= is_new
         self._timestep = noise
         self._completed = False
         moment = self._moment(noise)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from .. import reasons
 from ..patching.prospects import Prospects
 from ..settings.config import ToMeConfig
-from ..tuning.search import Measured
 from . import log_line
 from .counts import Counts
 from .gain import Gain
@@ -27,7 +26,7 @@ class LastRun:
         unforecast: the same of forecasts.
         prospects: what would help merging, if ``unmerged`` does not say what to do.
         remedy: what would help forecasts, where the settings leave all steps to merging.
-        tuned: what ToMe Tune measured with these settings, None if it did not choose them.
+        stopped: why merging stopped in the run, such as too little memory; None if it did not.
         gain: what the run gained; None if nothing was merged or forecast.
         backend: for example ``torch``, with the reason if it is not Triton; None if the run never
             chose one.
@@ -37,11 +36,11 @@ class LastRun:
     model: str
     config: ToMeConfig
     counts: Counts
-    tuned: Measured | None
     unmerged: str | None = None
     unforecast: str | None = None
     prospects: Prospects | None = None
     remedy: str | None = None
+    stopped: str | None = None
     gain: Gain | None = None
     backend: str | None = None
     recording: Recording | None = None
@@ -69,7 +68,7 @@ class LastRun:
         if self.nothing is not None:
             return self.nothing
         backend = [] if self.backend in (None, "torch") else [self.backend]
-        done = log_line.log_line(self.counts, self.config, backend, self.tuned)
+        done = log_line.log_line(self.counts, self.config, backend)
         # Where steps are forecast, it does not matter why nothing merges.
         if self.unforecast is None:
             return done
@@ -86,7 +85,7 @@ class LastRun:
         where = "" if node is None else f"{node}: "
         count = "" if alike == 1 else f"{alike} runs: "
         level = logging.INFO if self.nothing is None else logging.WARNING
-        gain = "" if self.gain is None or self.tuned is not None else f"; {self.gain.words}"
+        gain = "" if self.gain is None else f"; {self.gain.words}"
         log.log(level, "[ToMe] %s%s%s%s", where, count, self.line, gain)
 
 

@@ -6,13 +6,10 @@ from .. import reasons
 from ..patching.blocks import Evaluated
 from ..settings.config import ToMeConfig
 from ..strategies import strategy_class
-from ..tuning.search import Measured
 from .counts import Counts
 
 
-def log_line(
-    counts: Counts, config: ToMeConfig, backend: Sequence[str] = (), tuned: Measured | None = None
-) -> str:
+def log_line(counts: Counts, config: ToMeConfig, backend: Sequence[str] = ()) -> str:
     """The log line of a run, or of the first call of a kind: what merged, and whether it helped.
 
     For example ``merged 5/16 blocks (4096 -> 2048 tokens), 20/20 steps, ratio 0.50``, or
@@ -30,14 +27,7 @@ def log_line(
         done += [f"forecast {len(counts.forecast_steps)}/{counts.total_steps} steps ({steps})"]
     if counts.merged:
         done += settings(config, counts.frames)
-    measured = [] if tuned is None else [times(tuned)]
-    return ", ".join([*done, *backend, *deviations(counts), *measured])
-
-
-def times(tuned: Measured) -> str:
-    """For example ``1.34 times as fast: 0.41 s a step, 0.55 s unpatched``."""
-    step = f"{seconds(tuned.seconds)} a step, {seconds(tuned.unpatched)} unpatched"
-    return f"{tuned.speed:.2f} times as fast: {step}"
+    return ", ".join([*done, *backend, *deviations(counts)])
 
 
 def seconds(time: float) -> str:

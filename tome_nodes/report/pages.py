@@ -34,8 +34,8 @@ NOT_MERGING = (
     "Hint: connect the model that comes out of ToMe Patch Model, with a ratio above 0.",
 )
 UNMEASURED = (
-    "to see what it saved, let ToMe Tune measure it, or run again with ratio 0 and compare the "
-    "times in the log."
+    "to see what it saved, ask ToMe Tune, or run again with ratio 0 and compare the times in the "
+    "log."
 )
 NO_RUN = (
     "No run to report",
@@ -121,8 +121,8 @@ def in_words(run: LastRun) -> list[str]:
             lines += [f"Merged: {blocks}, {log_line.sizes(counts)}"]
         if counts.forecast_steps:
             lines += [f"Forecast: {len(counts.forecast_steps)} of {total} steps"]
-        lines += [f"Helped: {_helped(run)}"]
-        if run.tuned is None and run.gain is not None and not run.gain.is_measured:
+        lines += [f"Helped: {'not known' if run.gain is None else run.gain.words}"]
+        if run.gain is not None and not run.gain.is_measured:
             hint = hint or UNMEASURED
     if hint is not None:
         lines += [f"Hint: {hint}"]
@@ -141,12 +141,6 @@ def in_words(run: LastRun) -> list[str]:
     if run.backend is not None:
         lines += [f"Backend: {run.backend}"]
     return [*lines, *(f"Note: {deviation}" for deviation in log_line.deviations(counts))]
-
-
-def _helped(run: LastRun) -> str:
-    if run.tuned is not None:
-        return f"{log_line.times(run.tuned)} (ToMe Tune)"
-    return "not known" if run.gain is None else run.gain.words
 
 
 def hint_for(run: LastRun) -> str | None:

@@ -56,7 +56,6 @@ class Measured:
             standard deviations of the unpatched one.
         obstacle: what did not happen and why, such as ``nothing merged: too few tokens``, or the
             error of the trial; None if there is neither.
-        has_failed: whether the obstacle is an error, which another trial may not have.
 
     Raises:
         ValueError: a number is not finite, or a time is not positive.
@@ -66,7 +65,6 @@ class Measured:
     unpatched: float
     change: float
     obstacle: str | None = None
-    has_failed: bool = False
 
     def __post_init__(self) -> None:
         numbers = self.seconds, self.unpatched, self.change

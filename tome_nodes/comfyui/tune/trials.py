@@ -166,11 +166,11 @@ def _obstacle(model: ModelPatcher) -> str | None:
     run = attachment.last_run(model)
     if run is None:
         return "nothing was done: another node answers in place of the model; remove one of the two"
-    return run.nothing
+    return run.nothing or (run.stopped and f"merging stopped: {run.stopped}")
 
 
 def _failed(unpatched: float, error: str) -> Measured:
-    return Measured(unpatched, unpatched, 0.0, f"the trial failed: {error}", has_failed=True)
+    return Measured(unpatched, unpatched, 0.0, f"the trial failed: {error}")
 
 
 def _distance(latent: Tensor, plain: Tensor) -> float:

@@ -33,9 +33,14 @@ class Kept:
     tried: Mapping[str, Measured] = field(default_factory=dict)
 
 
+def digest(text: str) -> str:
+    """A short text that stands for a long one."""
+    return sha256(text.encode()).hexdigest()[:16]
+
+
 def file(key: Mapping[str, Any]) -> Path:
     """The path of the file for a kind of sampling run, which need not exist."""
-    name = sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    name = digest(json.dumps(key, sort_keys=True))
     return Path(folder_paths.get_system_user_directory("tome_nodes")) / "tune" / f"{name}.json"
 
 

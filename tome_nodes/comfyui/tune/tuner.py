@@ -34,6 +34,7 @@ from ..models.base import class_name
 from ..validation import config_of
 from . import tune_cache
 from .trials import Sampling, Trials
+from .values import described
 
 log = logging.getLogger("tome_nodes")
 
@@ -46,7 +47,7 @@ _ALTERNATIVES = 2
 EASY_CACHE = "EasyCache"
 _EASY_CACHE_DEFAULTS = (0.2, 0.15, 0.95, False)
 
-_METHOD = 12
+_METHOD = 13
 """Raise it when what merging does changes, or how it is measured: older figures are then void."""
 
 
@@ -106,15 +107,10 @@ def _tried(
 
     figures: dict[Candidate, Measured] = {}
     for ladder in ladders:
-        for candidate in reversed(ladder):
+        for candidate in ladder:
             config = config_of(**candidate.settings)
             patched = attachment.attach(trials.plain, config, is_quiet=True)
-            measured = figures[candidate] = tried(str(candidate), patched)
-            if measured.obstacle is not None and not measured.has_failed:
-                # Where the highest ratio does nothing, no other does anything.
-                break
-    in_order = [candidate for ladder in ladders for candidate in ladder if candidate in figures]
-    figures = {candidate: figures[candidate] for candidate in in_order}
+            figures[candidate] = tried(str(candidate), patched)
     taken = choose(wish, figures)
     speed = wish.amount if wish.goal == SPEED else FASTER
     if taken is not None:
@@ -130,7 +126,8 @@ def _tried(
     trials.end()
     if not trials.steps_taken:
         return Found(wish, figures, instead, date=kept.date)
-    facts = {name: measured for name, measured in known.items() if not measured.has_failed}
+    # What was in the way, such as too little memory, may be gone the next time.
+    facts = {name: measured for name, measured in known.items() if measured.obstacle is None}
     tune_cache.write(key, tune_cache.Kept(date.today().isoformat(), facts))
     return Found(wish, figures, instead, trials.steps_taken / trials.steps)
 
@@ -166,15 +163,25 @@ def _key(model: ModelPatcher, sampling: Sampling, trials: Trials) -> dict[str, A
         "sampler": [sampling.sampler_name, sampling.scheduler, sampling.denoise],
         "empty": attachment.is_empty(trials.latent),
         "masked": sampling.latent_image.get("noise_mask") is not None,
-        "guided": sampling.cfg != 1.0,
+        "guidance": sampling.cfg,
         "prompts": [_extras_of(sampling.positive), _extras_of(sampling.negative)],
         "attention": attention.optimized_attention.__name__,
         "patches": sorted(patches),
+        "values": tune_cache.digest(described(*_values(plain))),
         "device": get_torch_device_name(model.load_device),
         "torch": torch.__version__,
         "comfyui": comfyui_version,
         "method": _METHOD,
     }
+
+
+def _values(plain: ModelPatcher) -> Iterator[Any]:
+    """What the file of a model and other nodes decide, besides its kind."""
+    # How the model was loaded, None of a node that does not say so.
+    yield plain.cached_patcher_init
+    yield plain.get_model_object("model_sampling")
+    yield from (plain.model_options, plain.object_patches, plain.injections, plain.patches)
+    yield from ([*by_name.items()] for by_name in plain.wrappers.values() if by_name)
 
 
 def _names(patches: Mapping[str, Any]) -> Iterator[str]:
@@ -185,12 +192,14 @@ def _names(patches: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _extras_of(prompts: Any) -> list[Any]:
-    """What comes with prompts and takes time: reference pictures, ControlNets, areas."""
+    """What comes with prompts: reference pictures, ControlNets, areas, but not what they say."""
     return [
         [
             sorted(map(str, extras)),
             [list(latent.shape) for latent in extras.get("reference_latents") or ()],
-            type(extras.get("control")).__name__,
+            tune_cache.digest(
+                described(*(each for each in extras.values() if not torch.is_tensor(each)))
+            ),
         ]
         for _, extras in prompts
     ]

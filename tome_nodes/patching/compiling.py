@@ -1,0 +1,43 @@
+"""What torch.compile does once it has made as many graphs of a model as it may.
+
+It then runs calls for which it has no graph uncompiled, or raises an error if it was told to
+compile whole graphs only.
+"""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch._C._dynamo import eval_frame
+
+Result = TypeVar("Result")
+
+
+def is_left_uncompiled() -> bool:
+    """Whether the caller, which runs as Python, is part of a call that has no graph and gets none.
+
+    False in a model that is not compiled.
+    """
+    return eval_frame.get_eval_frame_callback() is False
+
+
+def has_no_more_graphs(error: Exception) -> bool:
+    """Whether an error says that the compiler may make no more graphs.
+
+    False before PyTorch 2.6, which cannot run a model with the graphs so far.
+    """
+    # By name, as importing the compiler takes seconds.
+    is_full = type(error).__name__ == "FailOnRecompileLimitHit"
+    return is_full and hasattr(torch.compiler, "set_stance")
+
+
+def with_graphs_so_far(call: Callable[[], Result]) -> Result:
+    """The result of a call that makes no graphs; it may use those that there are."""
+    # The call may be within a compiled model, in which no stance can be taken, or around one, which
+    # goes by the stance.
+    within = eval_frame.set_eval_frame(False)
+    try:
+        with torch.compiler.set_stance("eager_on_recompile"):
+            return call()
+    finally:
+        eval_frame.set_eval_frame(within)
