@@ -18,7 +18,6 @@ from torch import Tensor
 
 from .. import reasons
 from .steps import (
-    EARLY_ON_UNET,
     FIRST,
     LEAST_SNR,
     LONG,
@@ -265,7 +264,7 @@ class Forecasts:
             why = reasons.CHANGES
         elif not step.is_even:
             why = reasons.UNEVEN
-        elif self._turns or self._is_early(step):
+        elif self._turns:
             why = reasons.TURNS
         else:
             return True
@@ -296,10 +295,6 @@ class Forecasts:
         if step.count >= self._long and step.index == self._first(step):
             cames = (line.came for line in self._lines)
             self._has_turned = any(came is not None and bool((came < 0).any()) for came in cames)
-
-    def _is_early(self, step: Step) -> bool:
-        """Whether there is too little of a picture yet to forecast a UNet's long run."""
-        return self._is_unet and step.count >= self._long and step.log_snr < EARLY_ON_UNET
 
     def _is_rough(self, step: Step) -> bool:
         """Whether the step is of a UNet's run that is neither long nor settled."""

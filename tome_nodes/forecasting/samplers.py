@@ -41,7 +41,7 @@ class Sampler:
         if count < self.apart and not are_apart(levels):
             return reasons.UNEVEN
         looks_back = self.faster != FASTER
-        if is_unet and looks_back and (are_geometric(levels) or begins_slowly(levels)):
+        if is_unet and (begins_slowly(levels) or (looks_back and are_geometric(levels))):
             return reasons.UNEVEN
         return None
 

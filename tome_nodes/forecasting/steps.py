@@ -13,10 +13,6 @@ FIRST_ON_UNET = 5
 """In a long run, a UNet runs in so many first steps: under strong guidance, its early answers go to
 and fro."""
 
-EARLY_ON_UNET = -3.2
-"""Below this logarithm of signal to noise, a UNet runs in every step of a long run: its answers
-have yet to turn to what guidance asks for."""
-
 LONG_ON_UNET = 20
 """From this many steps on, the run of a UNet is long. In a shorter one that is not settled,
 forecasts change the picture about as much as fewer steps do (benchmarks/FIDELITY.md)."""
