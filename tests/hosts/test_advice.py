@@ -42,8 +42,8 @@ def run(models, preset="balanced", kind="sd15", size=SIZE, **options):
 @pytest.mark.parametrize(
     ("given", "advice", "change"),
     [
-        ({"sampler": "dpmpp_2m_sde", "steps": 20}, SAMPLERS, {"sampler": "dpmpp_2m"}),
-        ({"sampler": "uni_pc", "steps": 20}, SAMPLERS, {"sampler": "res_multistep"}),
+        ({"sampler": "dpmpp_3m_sde", "steps": 20}, SAMPLERS, {"sampler": "dpmpp_2m"}),
+        ({"sampler": "deis", "steps": 20}, SAMPLERS, {"sampler": "res_multistep"}),
         (
             {"sampler": "uni_pc", "steps": 10, "preset": "fast", **SECOND},
             *(SAMPLERS, {"sampler": "euler"}),
@@ -99,7 +99,7 @@ def test_where_nothing_helps_the_line_says_so(models, never_settled, given):
 
 
 @pytest.mark.parametrize(("least", "has_fast"), [(0.1, True), (0.9, False)])
-@pytest.mark.parametrize("sampler", ["dpmpp_2m_sde", "lcm"])
+@pytest.mark.parametrize("sampler", ["dpmpp_3m_sde", "deis"])
 def test_fast_is_advised_only_if_it_saves_enough(models, monkeypatch, sampler, least, has_fast):
     monkeypatch.setattr(blocks, "LEAST", 64)
     monkeypatch.setattr(evaluation, "LEAST_SAVED", least)

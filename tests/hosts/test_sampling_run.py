@@ -95,8 +95,8 @@ def test_a_short_run_from_noise_is_left_to_merging_and_the_log_says_why(
 
 
 def test_a_sampler_that_is_left_alone_is_named(unet, log_messages):
-    from_noise(attach(unet, configured()), sampler="dpmpp_2m_sde")
-    assert "; nothing was forecast: under the sampler dpmpp_2m_sde" in log_messages()[-1]
+    from_noise(attach(unet, configured()), sampler="dpmpp_3m_sde")
+    assert "; nothing was forecast: under the sampler dpmpp_3m_sde" in log_messages()[-1]
 
 
 @pytest.mark.parametrize("forecast", [True, False])

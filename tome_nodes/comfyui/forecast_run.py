@@ -268,7 +268,7 @@ def _obstacle(
         instead: the samplers under which it would be forecast.
         from_noise: whether the run began with noise alone.
     """
-    if known is None or (is_unet and not known.holds_on_unets):
+    if known is None or not known.holds(is_unet):
         if is_too_rough(count, is_unet, from_noise):
             return reasons.too_short(count, LONG_ON_UNET)
         return reasons.sampler(name, instead)

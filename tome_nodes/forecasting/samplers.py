@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .. import reasons
-from .steps import FASTER, LONG, SHORTEST, are_apart, are_geometric, begins_slowly
+from .steps import FASTER, LONG, LONG_ON_UNET, SHORTEST, are_apart, are_geometric, begins_slowly
 
 
 @dataclass(frozen=True)
@@ -19,14 +19,19 @@ class Sampler:
         apart: in runs of fewer steps than this, no two noise levels may be so close that they
             count as one.
         faster: see :func:`tome_nodes.forecasting.steps.is_even`.
-        holds_on_unets: whether forecasts hold on UNets, too, in runs that are long.
+        on_unets, on_transformers: whether forecasts hold there.
     """
 
     least: int
     corrects: bool = True
     apart: int = LONG
     faster: float = FASTER
-    holds_on_unets: bool = True
+    on_unets: bool = True
+    on_transformers: bool = True
+
+    def holds(self, is_unet: bool) -> bool:
+        """Whether forecasts hold on UNets, or else on transformers."""
+        return self.on_unets if is_unet else self.on_transformers
 
     def obstacle(self, levels: Sequence[float], count: int, is_unet: bool = False) -> str | None:
         """Why nothing can be forecast in a run, as far as its noise levels show.
@@ -47,15 +52,19 @@ class Sampler:
 
 
 _LOOKS_BACK = Sampler(8, faster=1.45)
+_ON_LONG_UNETS = Sampler(LONG_ON_UNET, corrects=False, faster=1.45, on_transformers=False)
 
 SAMPLERS: Mapping[str, Sampler] = {
     "euler": Sampler(SHORTEST, apart=0),
     "euler_ancestral": Sampler(10),
     "ddpm": Sampler(8),
-    "er_sde": Sampler(8, holds_on_unets=False),
+    "er_sde": Sampler(8, on_unets=False),
     "dpmpp_2m": _LOOKS_BACK,
     "res_multistep": _LOOKS_BACK,
-    "sa_solver": Sampler(8, corrects=False, holds_on_unets=False),
+    "sa_solver": Sampler(8, corrects=False, on_unets=False),
+    "uni_pc": _ON_LONG_UNETS,
+    "dpmpp_2m_sde": _ON_LONG_UNETS,
+    "lcm": _ON_LONG_UNETS,
 }
 """The samplers under which forecasts hold (benchmarks/FIDELITY.md), by the names of ComfyUI's
 functions without ``sample_``. They evaluate a step once. Under the others, forecasts change the
