@@ -483,6 +483,8 @@ DYNAMIC = {
 @torch.no_grad()
 @pytest.mark.parametrize("name", DYNAMIC)
 def test_one_graph_serves_batches_of_any_size_that_are_marked_as_dynamic(fresh_compiler, name):
+    if name in ("balanced", "fast") and torch.__version__ < "2.14":
+        pytest.skip("PyTorch before 2.14 fixes the batch where attention has a mask")
     unet, graphs = make_unet("one_level"), CompileCounter()
     if DYNAMIC[name] is not None:
         tome_nodes.apply_patch(unet, **DYNAMIC[name])
