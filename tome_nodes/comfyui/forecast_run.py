@@ -22,7 +22,6 @@ from ..forecasting.steps import (
     LEAST_SNR,
     LONG_ON_UNET,
     Step,
-    are_geometric,
     is_even,
     is_noise_alone,
     latent_share,
@@ -200,12 +199,9 @@ class ForecastRun:
 
 
 def forecasts_unet(config: ToMeConfig, count: int) -> bool:
-    """Whether steps of a UNet are forecast under some settings, in a run of ``count`` steps.
-
-    The preset *balanced* leaves short runs alone, as it promises the smallest change.
-    """
-    is_balanced = config.grows and config.scope == "module"
-    return config.forecast and config.ratio > 0 and (count >= LONG_ON_UNET or not is_balanced)
+    """Whether steps of a UNet are forecast under some settings, in a run of ``count`` steps."""
+    is_left_alone = config.leaves_short_runs and count < LONG_ON_UNET
+    return config.forecast and config.ratio > 0 and not is_left_alone
 
 
 def _obstacle(
@@ -228,10 +224,8 @@ def _obstacle(
     """
     if known is None or (is_unet and not known.holds_on_unets):
         return reasons.sampler(name)
-    if (obstacle := known.obstacle(levels, count)) is not None:
+    if (obstacle := known.obstacle(levels, count, is_unet)) is not None:
         return obstacle
-    if is_unet and known.faster != FASTER and are_geometric(levels):
-        return reasons.UNEVEN
     if "easycache" in options["transformer_options"]:
         return reasons.CACHE
     if "denoise_mask_function" in options:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .. import reasons
-from .steps import FASTER, LONG, SHORTEST, are_apart
+from .steps import FASTER, LONG, SHORTEST, are_apart, are_geometric
 
 
 @dataclass(frozen=True)
@@ -28,16 +28,19 @@ class Sampler:
     faster: float = FASTER
     holds_on_unets: bool = True
 
-    def obstacle(self, levels: Sequence[float], count: int) -> str | None:
+    def obstacle(self, levels: Sequence[float], count: int, is_unet: bool = False) -> str | None:
         """Why nothing can be forecast in a run, as far as its noise levels show.
 
         Args:
             levels: as in :func:`tome_nodes.forecasting.steps.is_even`.
             count: the number of steps.
+            is_unet: whether the model is a UNet.
         """
         if count < self.least:
             return reasons.too_short(count, self.least)
         if count < self.apart and not are_apart(levels):
+            return reasons.UNEVEN
+        if is_unet and self.faster != FASTER and are_geometric(levels):
             return reasons.UNEVEN
         return None
 
