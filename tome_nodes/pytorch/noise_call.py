@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import reasons
 from .model_call import first_two_arguments, trait
@@ -33,16 +33,24 @@ class NoiseCall:
     Attributes:
         latent: the noisy latent in float32, ``[batch, channels, height, width]``.
         time: the timestep as a share of the last one of training.
-        course: everything besides the noise that decides the answer, as far as the call shows.
-        prediction: what the UNet predicts, one of :data:`_PREDICTIONS`.
+        network: the UNet.
+        prediction: what it predicts, one of :data:`_PREDICTIONS`.
         dtype: the dtype of what it returns.
+        others: the arguments besides the noisy latent and the timestep, by name or position.
     """
 
     latent: Tensor
     time: float
-    course: Hashable
+    network: nn.Module
     prediction: str
     dtype: torch.dtype
+    others: Mapping[Hashable, Any]
+
+    @property
+    def course(self) -> Hashable:
+        """Everything besides the noise that decides the answer, as far as the call shows."""
+        traits = ((name, trait(given, name not in _CONTROL)) for name, given in self.others.items())
+        return id(self.network), *traits
 
     def denoised(self, result: Any, noise: float) -> Tensor | None:
         """The denoised latent that follows from what the UNet returned; None if it does not.
@@ -88,13 +96,14 @@ def noise_call(
     prediction = config.get("prediction_type")
     if prediction not in _PREDICTIONS:
         return reasons.unknown_prediction(f"{type(unet).__name__} with {prediction}")
+    given: dict[Any, Any] = {**dict(enumerate(args[2:])), **kwargs}
+    others = {
+        name: value
+        for name, value in given.items()
+        if value is not sample and value is not timestep
+    }
     # Channels behind the latent say, for example, where to paint.
-    others: dict[Any, Any] = {"behind": sample[:, channels:], **dict(enumerate(args[2:])), **kwargs}
-    course = tuple(
-        (name, trait(given, name not in _CONTROL))
-        for name, given in others.items()
-        if given is not sample and given is not timestep
-    )
+    others["behind"] = sample[:, channels:]
     time = float(torch.as_tensor(timestep).max()) / (config["num_train_timesteps"] - 1)
     latent = sample[:, :channels].float()
-    return NoiseCall(latent, time, (id(unet), *course), prediction, sample.dtype)
+    return NoiseCall(latent, time, unet, prediction, sample.dtype, others)

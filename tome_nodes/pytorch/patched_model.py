@@ -39,7 +39,7 @@ class Host:
     """A library whose models are called as modules.
 
     Attributes:
-        forecasts: whether steps of its models are forecast; else tokens merge in them.
+        forecasts: whether steps of its models are forecast and no tokens merge in them.
     """
 
     forecasts = False

@@ -57,9 +57,11 @@ def _method_of(scheduler: Any, is_unet: bool) -> Sampler | str:
     # Noise that is drawn anew in every step takes the place of what forecasts carry on.
     if config.get("stochastic_sampling") or "sde" in config.get("algorithm_type", ""):
         return unknown
-    # It looks back over three answers and corrects each.
+    # UniPC looks back over three answers and corrects each.
     is_spaced = method is _UNIPC and any(config.get(spacing) for spacing in _SPACINGS)
-    return reasons.UNEVEN if is_spaced else method
+    # Each of the last steps is far longer than the one before, and Euler's method is not exact.
+    is_steep = is_unet and method is SAMPLERS["euler"] and config.get("use_beta_sigmas")
+    return reasons.UNEVEN if is_spaced or is_steep else method
 
 
 def _levels_of(scheduler: Any) -> list[float]:
@@ -108,10 +110,14 @@ class PipelineRun:
         method: Sampler,
         config: ToMeConfig,
         is_unet: bool,
+        most: int | None,
         once: Once,
         end: Callable[[], None],
     ):
-        """Prepare a run under a scheduler of which a method is known."""
+        """Prepare a run under a scheduler of which a method is known.
+
+        It has ``most`` steps; None if it has all that are left of the scheduler.
+        """
         self.scheduler = scheduler
         self.timesteps = scheduler.timesteps
         self.once, self.end = once, end
@@ -123,6 +129,7 @@ class PipelineRun:
         self._method = method
         self._config = config
         self._is_unet = is_unet
+        self._most = most
         self._levels = _levels_of(scheduler)
         self._times = self._levels
         if is_unet:
@@ -130,6 +137,7 @@ class PipelineRun:
             self._times = [time / longest for time in self.timesteps.tolist()]
         self._log_snrs: list[float] = []
         self._first: int | None = None
+        self._stop = len(self.timesteps)
         self._index: int | None = None
         self._calls_before = 0
 
@@ -137,7 +145,8 @@ class PipelineRun:
         """Begin a call; return why it is not known to be of this run, None if it is."""
         index, count = self._index_of(call), len(self.timesteps)
         # Without the level after the last step, the scheduler was not told the steps.
-        if len(self._levels) != count + 1 or index >= count:
+        is_told = getattr(self.scheduler, "num_inference_steps", count) is not None
+        if not is_told or len(self._levels) != count + 1 or index >= self._stop:
             return reasons.OTHER_NOISE
         noise = self._levels[index]
         if noise <= 0 or abs(self._times[index] - call.time) > _ROUNDING:
@@ -152,7 +161,7 @@ class PipelineRun:
         self._index, self.noise = index, noise
         self.step = Step(
             index=index - first,
-            count=count - first,
+            count=self._stop - first,
             log_snr=log_snr(noise, not self._is_unet),
             course=call.course,
             latent_share=latent_share(self._levels, index) if method.corrects else None,
@@ -167,8 +176,10 @@ class PipelineRun:
     def _start(self, first: int) -> None:
         """Start the run with a step."""
         self._first = first
-        count = self.counts.total_steps = len(self.timesteps) - first
-        self._log_snrs = log_snrs(self._levels[first:-1], not self._is_unet)
+        if self._most is not None:
+            self._stop = min(self._stop, first + self._most)
+        count = self.counts.total_steps = self._stop - first
+        self._log_snrs = log_snrs(self._levels[first : self._stop], not self._is_unet)
         if _leaves_alone(self._config, count, self._is_unet):
             self.obstacle = ""
         else:
@@ -264,7 +275,10 @@ class PipelineRuns:
             return None if leaves_alone else method
         run: PipelineRun | None = getattr(self._of_thread, "run", None)
         if run is None or run.timesteps is not scheduler.timesteps:
-            run = PipelineRun(scheduler, method, config, self._is_unet, self._once, self._end)
+            most = _steps_of(self._current_pipeline())
+            run = PipelineRun(
+                *(scheduler, method, config, self._is_unet, most, self._once, self._end)
+            )
             self._of_thread.run = run
         return run.begin(call) or run
 
@@ -283,8 +297,18 @@ class PipelineRuns:
     @property
     def scheduler(self) -> Any:
         """The current scheduler."""
-        pipeline = None if self._pipeline is None else self._pipeline()
-        return getattr(pipeline, "scheduler", self._scheduler)
+        return getattr(self._current_pipeline(), "scheduler", self._scheduler)
+
+    def _current_pipeline(self) -> Any:
+        return None if self._pipeline is None else self._pipeline()
+
+
+def _steps_of(pipeline: Any) -> int | None:
+    """The number of steps that a pipeline leaves off after, as before a refiner; else None."""
+    if getattr(pipeline, "denoising_end", None) is None:
+        return None
+    steps: int | None = getattr(pipeline, "num_timesteps", None)
+    return steps
 
 
 def _runs_under(scheduler: Any, is_unet: bool) -> PipelineRuns:
