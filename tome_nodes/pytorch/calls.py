@@ -17,7 +17,7 @@ from .. import reasons
 from .forecast_calls import ForecastCalls
 from .merging_calls import MergingCalls
 from .once import log
-from .pipeline_runs import PipelineRun
+from .pipeline_runs import PipelineRun, PipelineRuns
 
 
 class Calls:
@@ -48,20 +48,21 @@ class Calls:
             if self._merging is not None:
                 self._merging.warn(reasons.TRACED)
             return forward(*args, **kwargs)
-        begun = None if self._forecasting is None else self._forecasting.begin(args, kwargs)
-        if self._forecasting is None or begun is None:
+        forecasting = self._forecasting
+        begun = None if forecasting is None else forecasting.begin(args, kwargs)
+        if forecasting is None or begun is None:
             return self._evaluated(forward, args, kwargs, None)
         run, _ = begun
-        answer = self._forecasting.predict(*begun)
+        answer = forecasting.predict(*begun)
         if answer is not None:
             return answer
         try:
             answer = self._evaluated(forward, args, kwargs, run)
         except BaseException:
-            run.end()
+            forecasting.runs.end()
             raise
-        answer = self._forecasting.observe(*begun, answer)
-        self._complete(run)
+        answer = forecasting.observe(*begun, answer)
+        self._complete(run, forecasting.runs)
         return answer
 
     @skip
@@ -79,7 +80,7 @@ class Calls:
         return self._merging.call(forward, args, kwargs, step, counts)
 
     @torch.compiler.disable
-    def _complete(self, run: PipelineRun) -> None:
+    def _complete(self, run: PipelineRun, runs: PipelineRuns) -> None:
         """Report a run in its last step, and end it. An error is logged, and costs no picture."""
         if not run.is_last_step:
             return
@@ -88,11 +89,11 @@ class Calls:
             if self._merging is not None:
                 merged = self._merging.finish(run.counts, run.begun)
                 last = replace(merged, unforecast=last.unforecast)
-            if run.once.is_new(last.line):
+            if runs.once.is_new(last.line):
                 last.log()
         except Exception as error:
             log.warning(
                 "[ToMe] the report of this run is missing: %s: %s", type(error).__name__, error
             )
         if run.is_over:
-            run.end()
+            runs.end()

@@ -15,7 +15,8 @@ from ..patching.key_weights import KeyWeights
 from ..patching.merge_modules import UNetRecord, is_masked
 from ..patching.work import Layer
 from ..settings.config import ToMeConfig
-from .patched_unet import TIMESTEPS, UNetContext, UNetHost
+from .model_call import TIMESTEPS
+from .patched_unet import UNetContext, UNetHost
 from .pipeline_runs import PipelineRuns
 
 # IP-Adapter scales its masks to the number of queries, as if they were a whole picture.
@@ -118,7 +119,7 @@ class DiffusersUNets(UNetHost):
         scheduler = getattr(model, "scheduler", None)
         if scheduler is None:
             return [(unet, UNetContext())]
-        levels = scheduler.config.get("num_train_timesteps") or TIMESTEPS
+        levels = getattr(scheduler, "config", {}).get("num_train_timesteps") or TIMESTEPS
         return [(unet, UNetContext(levels, PipelineRuns(model, is_unet=True)))]
 
     def obstacle(self, unet: nn.Module, config: ToMeConfig) -> str | None:

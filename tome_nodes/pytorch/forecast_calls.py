@@ -20,7 +20,11 @@ forecast."""
 
 
 class ForecastCalls:
-    """Forecasts the answers of a model in the calls of one thread."""
+    """Forecasts the answers of a model in the calls of one thread.
+
+    Attributes:
+        runs: the runs of its pipeline.
+    """
 
     def __init__(self, config: ToMeConfig, network: nn.Module, runs: PipelineRuns, view: View):
         """Prepare to forecast.
@@ -33,7 +37,7 @@ class ForecastCalls:
         """
         self._config = config
         self._network = network
-        self._runs = runs
+        self.runs = runs
         self._view = view
         self._kind: type | None = None
 
@@ -42,17 +46,17 @@ class ForecastCalls:
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[PipelineRun, ModelCall] | None:
         """Begin a call; None, and a warning once, if it is not known which run it belongs to."""
-        call = self._view(self._network, args, kwargs, self._runs.scheduler)
-        run = call if isinstance(call, str) else self._runs.begin(call, self._config)
+        call = self._view(self._network, args, kwargs, self.runs.scheduler)
+        run = call if isinstance(call, str) else self.runs.begin(call, self._config)
         if isinstance(call, str) or isinstance(run, str):
-            self._runs.warn(str(run))
+            self.runs.warn(str(run))
             return None
         return None if run is None else (run, call)
 
     @torch.compiler.disable
     def predict(self, run: PipelineRun, call: ModelCall) -> Any:
         """What the model is forecast to return; None if it has to run."""
-        if run.obstacle is not None:
+        if run.forecasts is None:
             return None
         denoised = run.forecasts.predict(run.step, call.latent, run.call)
         return None if denoised is None else call.returned(denoised, run.noise, self._kind)
@@ -60,10 +64,8 @@ class ForecastCalls:
     @torch.compiler.disable
     def observe(self, run: PipelineRun, call: ModelCall, result: Any) -> Any:
         """Note what the model returned; return what the call is to return."""
-        if run.obstacle is not None:
-            return result
-        denoised = call.denoised(result, run.noise)
-        if denoised is None:
+        denoised = None if run.forecasts is None else call.denoised(result, run.noise)
+        if run.forecasts is None or denoised is None:
             return result
         self._kind = type(result)
         corrected = run.forecasts.observe(run.step, denoised, run.call)

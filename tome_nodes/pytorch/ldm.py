@@ -11,7 +11,8 @@ from .. import reasons
 from ..patching.blocks import uncompiled
 from ..patching.merge_modules import UNetRecord, layers_by_level
 from ..settings.config import ToMeConfig
-from .patched_unet import TIMESTEPS, UNetContext, UNetHost
+from .model_call import TIMESTEPS
+from .patched_unet import UNetContext, UNetHost
 
 
 def _is_stack(module: nn.Module) -> bool:

@@ -7,6 +7,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+TIMESTEPS = 1000
+"""The number of noise levels to assume for a UNet that does not say how many it was trained on."""
+
 
 class ModelCall(Protocol):
     """One call of a model that denoises a latent."""

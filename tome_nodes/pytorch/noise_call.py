@@ -7,13 +7,13 @@ the clean latent and ``noise`` times normal noise, where the squares of the two 
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor, nn
 
 from .. import reasons
-from .model_call import first_two_arguments, trait
+from .model_call import TIMESTEPS, first_two_arguments, trait
 
 _PREDICTIONS = ("epsilon", "v_prediction", "sample")
 """What UNets predict: the noise, its mixture with the picture, or the picture."""
@@ -90,9 +90,9 @@ def noise_call(
     sample, timestep = first_two_arguments(unet, args, kwargs)
     channels = unet.config.out_channels
     is_latent = isinstance(sample, Tensor) and sample.ndim == 4 and sample.shape[1] >= channels
-    if not is_latent or timestep is None:
+    if not is_latent or not isinstance(timestep, SupportsFloat):
         return reasons.OTHER_FORM
-    config = scheduler.config
+    config = getattr(scheduler, "config", {})
     prediction = config.get("prediction_type")
     if prediction not in _PREDICTIONS:
         return reasons.unknown_prediction(f"{type(unet).__name__} with {prediction}")
@@ -104,6 +104,7 @@ def noise_call(
     }
     # Channels behind the latent say, for example, where to paint.
     others["behind"] = sample[:, channels:]
-    time = float(torch.as_tensor(timestep).max()) / (config["num_train_timesteps"] - 1)
+    levels = config.get("num_train_timesteps") or TIMESTEPS
+    time = float(torch.as_tensor(timestep).max()) / (levels - 1)
     latent = sample[:, :channels].float()
     return NoiseCall(latent, time, unet, prediction, sample.dtype, others)

@@ -9,12 +9,10 @@ from ..settings.config import ToMeConfig
 from .calls import Calls
 from .forecast_calls import ForecastCalls
 from .merging_calls import MergingCalls
+from .model_call import TIMESTEPS
 from .noise_call import noise_call
 from .patched_model import Attachment, Host
 from .pipeline_runs import PipelineRuns
-
-TIMESTEPS = 1000
-"""The number of noise levels to assume for a UNet that does not say how many it was trained on."""
 
 
 class UNetContext(NamedTuple):

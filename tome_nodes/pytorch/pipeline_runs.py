@@ -1,7 +1,7 @@
 """The sampling runs of a diffusers pipeline, whose scheduler counts their steps."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from threading import local
 from typing import Any
 from weakref import ref
@@ -89,12 +89,8 @@ class PipelineRun:
     Attributes:
         scheduler: the scheduler.
         timesteps: its timesteps; each run has a tensor of its own.
-        once: logs what is said of the pipeline.
-        end: ends the run.
-        forecasts: the forecasts of the run.
+        forecasts: the forecasts of the run; None if its steps are left alone.
         counts: counts what merges in it.
-        obstacle: why nothing is forecast, as far as is known from the start; empty if nothing was
-            to be, and None if something perhaps is.
         step: the step of the latest call.
         noise: its noise level.
         begun: when each step began, in seconds.
@@ -111,8 +107,6 @@ class PipelineRun:
         config: ToMeConfig,
         is_unet: bool,
         most: int | None,
-        once: Once,
-        end: Callable[[], None],
     ):
         """Prepare a run under a scheduler of which a method is known.
 
@@ -120,16 +114,15 @@ class PipelineRun:
         """
         self.scheduler = scheduler
         self.timesteps = scheduler.timesteps
-        self.once, self.end = once, end
-        self.forecasts = Forecasts(config.ratio, is_unet)
+        self.forecasts: Forecasts | None = None
         self.counts = Counts()
-        self.obstacle: str | None = None
         self.begun: dict[int, float] = {}
         self.call = -1
         self._method = method
         self._config = config
         self._is_unet = is_unet
         self._most = most
+        self._obstacle: str | None = None
         self._levels = _levels_of(scheduler)
         self._times = self._levels
         if is_unet:
@@ -146,14 +139,16 @@ class PipelineRun:
         index, count = self._index_of(call), len(self.timesteps)
         # Without the level after the last step, the scheduler was not told the steps.
         is_told = getattr(self.scheduler, "num_inference_steps", count) is not None
-        if not is_told or len(self._levels) != count + 1 or index >= self._stop:
+        first = index if self._first is None else self._first
+        is_in_run = len(self._levels) == count + 1 and first <= index < self._stop
+        if not is_told or not is_in_run:
             return reasons.OTHER_NOISE
         noise = self._levels[index]
         if noise <= 0 or abs(self._times[index] - call.time) > _ROUNDING:
             return reasons.OTHER_NOISE
         if self._first is None:
-            self._start(index)
-        first, method = self._first or 0, self._method
+            self._start(first)
+        method = self._method
         if index == self._index:
             self.call += 1
             return None
@@ -181,9 +176,10 @@ class PipelineRun:
         count = self.counts.total_steps = self._stop - first
         self._log_snrs = log_snrs(self._levels[first : self._stop], not self._is_unet)
         if _leaves_alone(self._config, count, self._is_unet):
-            self.obstacle = ""
-        else:
-            self.obstacle = self._method.obstacle(self._log_snrs, count, self._is_unet)
+            return
+        self._obstacle = self._method.obstacle(self._log_snrs, count, self._is_unet)
+        if self._obstacle is None:
+            self.forecasts = Forecasts(self._config.ratio, self._is_unet)
 
     @property
     def is_last_step(self) -> bool:
@@ -197,14 +193,14 @@ class PipelineRun:
 
     def finish(self) -> LastRun:
         """The record of the run, without what merged in it."""
-        counts = self.counts
-        counts.forecast_steps = self.forecasts.steps
-        reason = self.obstacle if self.obstacle is not None else self.forecasts.reason
+        counts, reason = self.counts, self._obstacle
+        if self.forecasts is not None:
+            counts.forecast_steps, reason = self.forecasts.steps, self.forecasts.reason
         return LastRun(
             model=type(self.scheduler).__name__,
             config=self._config,
             counts=counts,
-            unforecast=reason or None,
+            unforecast=reason,
             gain=gain_of(counts, self._config, self.begun) if counts.forecast_steps else None,
             tuned=None,
         )
@@ -246,6 +242,9 @@ class PipelineRuns:
     """The sampling runs of a pipeline, one at a time in every thread.
 
     The models of a pipeline share them, as experts take turns in a run.
+
+    Attributes:
+        once: logs what is said of them.
     """
 
     def __init__(self, pipeline: Any = None, scheduler: Any = None, *, is_unet: bool):
@@ -258,7 +257,7 @@ class PipelineRuns:
         self._scheduler = getattr(pipeline, "scheduler", scheduler)
         self._is_unet = is_unet
         self._of_thread = local()
-        self._once = Once()
+        self.once = Once()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _runs_under, (self.scheduler, self._is_unet)
@@ -276,13 +275,11 @@ class PipelineRuns:
         run: PipelineRun | None = getattr(self._of_thread, "run", None)
         if run is None or run.timesteps is not scheduler.timesteps:
             most = _steps_of(self._current_pipeline())
-            run = PipelineRun(
-                *(scheduler, method, config, self._is_unet, most, self._once, self._end)
-            )
+            run = PipelineRun(scheduler, method, config, self._is_unet, most)
             self._of_thread.run = run
         return run.begin(call) or run
 
-    def _end(self) -> None:
+    def end(self) -> None:
         """End the run of this thread, of which nothing is kept.
 
         One that stops between two calls of the network, as at an interrupt, is kept until the next
@@ -292,7 +289,7 @@ class PipelineRuns:
 
     def warn(self, reason: str) -> None:
         """Log why nothing was forecast, once."""
-        self._once.warn(f"nothing was forecast: {reason}")
+        self.once.warn(f"nothing was forecast: {reason}")
 
     @property
     def scheduler(self) -> Any:
