@@ -336,7 +336,7 @@ def test_settings_without_forecasts_merge_only(options):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_picture_to_begin_with_begins_at_a_later_step(name, log_messages):
-    """Its answers hardly change. The last but one of the eight that are left is far from the last."""
+    """Its answers hardly change. Of the eight steps that are left, two are forecast."""
     given = exact(scheduler_of(name))
     kind = diffusers.StableDiffusionImg2ImgPipeline
     given.pipeline = kind(**given.pipeline.components, requires_safety_checker=False)
