@@ -318,14 +318,16 @@ def helps(advice: str) -> bool:
     return advice not in _FUTILE
 
 
-def unknown_scheduler(name: str) -> str:
+def unknown_scheduler(name: str, is_unet: bool = False) -> str:
     """For a scheduler of diffusers under which forecasts are not known to do no harm."""
+    flows = "FlowMatchEulerDiscreteScheduler or UniPCMultistepScheduler"
+    others = "EulerDiscreteScheduler, DDIMScheduler or DPMSolverMultistepScheduler"
     return (
         f"under this {name}, steps are evaluated more than once or not counted, or forecasts were "
-        "not tried; take FlowMatchEulerDiscreteScheduler or UniPCMultistepScheduler"
+        f"not tried; take {others if is_unet else flows}"
     )
 
 
 def unknown_prediction(name: str) -> str:
-    """For a transformer of diffusers that is not known to predict a flow."""
+    """For a model of diffusers that is not known to predict a flow, or noise."""
     return f"it is not known how a {name} predicts the picture; leave ToMe out"

@@ -238,12 +238,9 @@ class ForecastRun:
 
 
 def forecasts_unet(config: ToMeConfig, count: int) -> bool:
-    """Whether steps of a UNet are forecast under some settings, in a run of ``count`` steps.
-
-    The preset *balanced* leaves short runs alone, as it promises the smallest change.
-    """
-    is_balanced = config.grows and config.scope == "module"
-    return config.forecast and config.ratio > 0 and (count >= LONG_ON_UNET or not is_balanced)
+    """Whether steps of a UNet are forecast under some settings, in a run of ``count`` steps."""
+    is_left_alone = config.leaves_short_runs and count < LONG_ON_UNET
+    return config.forecast and config.ratio > 0 and not is_left_alone
 
 
 def _obstacle(

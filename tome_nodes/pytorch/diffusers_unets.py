@@ -15,7 +15,9 @@ from ..patching.key_weights import KeyWeights
 from ..patching.merge_modules import UNetRecord, is_masked
 from ..patching.work import Layer
 from ..settings.config import ToMeConfig
-from .patched_unet import TIMESTEPS, UNetHost
+from .model_call import TIMESTEPS
+from .patched_unet import UNetContext, UNetHost
+from .pipeline_runs import PipelineRuns
 
 # IP-Adapter scales its masks to the number of queries, as if they were a whole picture.
 _MASKS = ("attention_mask", "ip_adapter_masks")
@@ -109,13 +111,16 @@ class DiffusersUNets(UNetHost):
         in_the_way=_processor_in_the_way,
     )
 
-    def find(self, model: object) -> list[tuple[nn.Module, int]]:
+    def find(self, model: object) -> list[tuple[nn.Module, UNetContext]]:
         """The UNet of a pipeline, or the model itself if it is one."""
         unet = uncompiled(getattr(model, "unet", model))
         if not isinstance(unet, UNet2DConditionModel):
             return []
-        scheduler_config = getattr(getattr(model, "scheduler", None), "config", {})
-        return [(unet, scheduler_config.get("num_train_timesteps") or TIMESTEPS)]
+        scheduler = getattr(model, "scheduler", None)
+        if scheduler is None:
+            return [(unet, UNetContext())]
+        levels = getattr(scheduler, "config", {}).get("num_train_timesteps") or TIMESTEPS
+        return [(unet, UNetContext(levels, PipelineRuns(model, is_unet=True)))]
 
     def obstacle(self, unet: nn.Module, config: ToMeConfig) -> str | None:
         if torch.is_grad_enabled() and unet.is_gradient_checkpointing:

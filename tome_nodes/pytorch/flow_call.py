@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import reasons
+from .model_call import trait
 
 _FLOWS: Mapping[str, tuple[float, float]] = {
     "FluxTransformer2DModel": (0.0, 1.0),
@@ -48,7 +49,7 @@ class FlowCall:
     Attributes:
         latent: the noisy latent in float32: ``[batch, tokens, channels]``, or
             ``[batch, channels, height, width]``, with frames before the height if it is a video.
-        noise: the share of noise in it, as the timestep says.
+        time: the share of noise in it, as the timestep says.
         sign: 1, or -1 if timesteps grow as the noise falls.
         network: the transformer.
         value: the argument that holds the latent.
@@ -56,7 +57,7 @@ class FlowCall:
     """
 
     latent: Tensor
-    noise: float
+    time: float
     sign: int
     network: nn.Module
     value: Any
@@ -65,7 +66,7 @@ class FlowCall:
     @property
     def course(self) -> Hashable:
         """Everything besides the noise that decides the answer, as far as the call shows."""
-        traits = ((name, _trait(name, argument)) for name, argument in self.others.items())
+        traits = ((name, trait(given, name in _BY_VALUE)) for name, given in self.others.items())
         return id(self.network), *traits
 
     def denoised(self, result: Any, noise: float) -> Tensor:
@@ -89,8 +90,13 @@ class FlowCall:
         return (sample,) if issubclass(kind, tuple) else kind(sample=sample)
 
 
-def flow_call(network: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> FlowCall | str:
-    """A call of a transformer of diffusers with some arguments, or why it cannot be forecast."""
+def flow_call(
+    network: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], scheduler: Any = None
+) -> FlowCall | str:
+    """A call of a transformer of diffusers with some arguments, or why it cannot be forecast.
+
+    What it predicts is known without its scheduler.
+    """
     kinds: Any = type(network).__mro__
     own = next((kind for kind in kinds if kind.__module__.startswith("diffusers.")), None)
     if own is None or own.__name__ not in _FLOWS:
@@ -104,11 +110,11 @@ def flow_call(network: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     is_other = any(given.get(name) is not None for name in _OF_OTHER_FORM)
     if latent is None or timestep is None or is_other:
         return reasons.OTHER_FORM
-    noise = (float(torch.as_tensor(timestep).max()) - clean) / (noisy - clean)
+    time = (float(torch.as_tensor(timestep).max()) - clean) / (noisy - clean)
     others = {
         name: argument for name, argument in given.items() if name not in (names[0], *_TIMESTEP)
     }
-    return FlowCall(latent, noise, 1 if noisy > clean else -1, network, value, others)
+    return FlowCall(latent, time, 1 if noisy > clean else -1, network, value, others)
 
 
 def _latent(network: Any, value: Any, given: Mapping[str, Any]) -> Tensor | None:
@@ -141,15 +147,3 @@ def _tokens(given: Mapping[str, Any]) -> int | None:
         picture = places.flatten(0, -2)[: places.shape[-2], 0]
         return int((picture == picture[0]).sum())
     return None
-
-
-def _trait(name: str, value: Any) -> Hashable:
-    """What has to stay the same of an argument from step to step."""
-    if isinstance(value, Tensor):
-        return tuple(value.shape), float(value.float().sum()) if name in _BY_VALUE else None
-    if isinstance(value, Mapping):
-        return tuple((key, _trait(name, part)) for key, part in value.items())
-    if isinstance(value, list | tuple):
-        return tuple(_trait(name, part) for part in value)
-    trait: Any = value if isinstance(value, int | float | str | None) else type(value)
-    return trait

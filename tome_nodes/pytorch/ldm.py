@@ -11,7 +11,8 @@ from .. import reasons
 from ..patching.blocks import uncompiled
 from ..patching.merge_modules import UNetRecord, layers_by_level
 from ..settings.config import ToMeConfig
-from .patched_unet import TIMESTEPS, UNetHost
+from .model_call import TIMESTEPS
+from .patched_unet import UNetContext, UNetHost
 
 
 def _is_stack(module: nn.Module) -> bool:
@@ -34,14 +35,14 @@ class LdmUNets(UNetHost):
         source="context",
     )
 
-    def find(self, model: object) -> list[tuple[nn.Module, int]]:
+    def find(self, model: object) -> list[tuple[nn.Module, UNetContext]]:
         """The UNet at ``model.model.diffusion_model``, ``model.diffusion_model`` or ``model``."""
         inner = getattr(model, "model", model)
         unet = uncompiled(getattr(inner, "diffusion_model", inner))
         parts = ("input_blocks", "middle_block", "output_blocks")
         if not (isinstance(unet, nn.Module) and all(hasattr(unet, name) for name in parts)):
             return []
-        return [(unet, getattr(model, "num_timesteps", None) or TIMESTEPS)]
+        return [(unet, UNetContext(getattr(model, "num_timesteps", None) or TIMESTEPS))]
 
     def obstacle(self, unet: nn.Module, config: ToMeConfig) -> str | None:
         if torch.is_grad_enabled() and any(

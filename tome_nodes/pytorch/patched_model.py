@@ -1,13 +1,12 @@
 """Make the calls of a PyTorch module go through code of ours, and undo that.
 
-Patching gives the model a subclass of its class, whose calls go to the :class:`Calls` of its host.
+Patching gives the model a subclass of its class, whose calls go to :class:`Calls`.
 Between calls, the model holds only its settings, so copying, offloading, LoRA and saving work as
 before. torch.compile leaves the code around the model's forward out of its graph, so it finds the
 same code in every call.
 """
 
-import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from threading import local
 from typing import Any, SupportsIndex
@@ -20,8 +19,8 @@ from torch._dynamo.decorators import skip
 from ..patching.engine import MakeStrategy
 from ..settings.config import ToMeConfig
 from ..strategies import make_strategy
-
-log = logging.getLogger("tome_nodes")
+from .calls import Calls
+from .once import Once
 
 _STATE = "_tome_nodes"
 """The attribute of a patched model for its :class:`Attachment`."""
@@ -36,34 +35,11 @@ _set_frames: Callable[[int], int] | None = getattr(
 )
 
 
-class Once:
-    """Logs every line once."""
-
-    def __init__(self) -> None:
-        self._said: set[Hashable] = set()
-
-    def is_new(self, what: Hashable) -> bool:
-        """Whether this is asked for the first time."""
-        is_new = what not in self._said
-        self._said.add(what)
-        return is_new
-
-    def info(self, line: str) -> None:
-        """Log a line."""
-        if self.is_new(line):
-            log.info("[ToMe] %s", line)
-
-    def warn(self, line: str) -> None:
-        """Log a warning."""
-        if self.is_new(line):
-            log.warning("[ToMe] %s", line)
-
-
 class Host:
     """A library whose models are called as modules.
 
     Attributes:
-        forecasts: whether steps of its models are forecast; else tokens merge in them.
+        forecasts: whether steps of its models are forecast and no tokens merge in them.
     """
 
     forecasts = False
@@ -84,7 +60,7 @@ class Host:
         """
         raise NotImplementedError
 
-    def calls(self, attachment: "Attachment", model: nn.Module) -> "Calls":
+    def calls(self, attachment: "Attachment", model: nn.Module) -> Calls:
         """The calls of a patched model in one thread."""
         raise NotImplementedError
 
@@ -140,7 +116,7 @@ class Attachment:
         return result
 
     @torch.compiler.disable
-    def _calls_of(self, model: nn.Module) -> "Calls":
+    def _calls_of(self, model: nn.Module) -> Calls:
         """The calls of a model in this thread."""
         calls: Calls | None = getattr(self._of_thread, "calls", None)
         # Shallow copies of a model, such as replicas, share its attachment.
@@ -201,23 +177,3 @@ def _new(kind: Any) -> Any:
     """An empty instance of a patched class, for copies."""
     patched = _patched(kind)
     return patched.__new__(patched)
-
-
-class Calls:
-    """The calls of a model in one thread.
-
-    Attributes:
-        network: the model that is called.
-        is_running: whether a call is going on. PyTorch's own code may call the model once more
-            within it, which is part of the same call.
-    """
-
-    def __init__(self, network: nn.Module):
-        self.network = network
-        self.is_running = False
-
-    def call(
-        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """What a call of the model returns; ``forward`` calls the model itself."""
-        raise NotImplementedError

@@ -225,6 +225,11 @@ class ToMeConfig:
         """The largest ratio of any step."""
         return max(self.ratio, self.ratio_end)
 
+    @property
+    def leaves_short_runs(self) -> bool:
+        """Whether short runs of UNets are not forecast: *balanced* promises the smallest change."""
+        return self.grows and self.scope == "module"
+
     def does_nothing(self, forecasts: bool) -> bool:
         """Whether the ratio is 0; ``ratio_end`` does not count where steps are forecast."""
         return (self.ratio if forecasts else self.largest_ratio) == 0

@@ -1,0 +1,240 @@
+"""The part of a UNet's calls that merges tokens, for diffusers and latent-diffusion.
+
+A call puts the overrides on the transformer blocks, runs the model and takes them off again.
+"""
+
+import math
+import struct
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, SupportsFloat
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.decorators import skip
+
+from .. import reasons
+from ..merging.plan import Grid
+from ..patching.blocks import Evaluated, Observer
+from ..patching.compiling import with_graphs_so_far
+from ..patching.engine import MakeStrategy
+from ..patching.evaluation import Run
+from ..patching.merge_modules import UNetRecord
+from ..patching.prospects import prospects_of
+from ..patching.schedule import Moment, is_active
+from ..report import log_line
+from ..report.counts import Counts
+from ..report.gain import gain_of
+from ..report.last_run import LastRun
+from ..settings.config import ToMeConfig
+from .model_call import first_two_arguments
+from .once import Once
+
+
+class _Latest(Observer):
+    """Keeps what the latest evaluation did, as ``result``."""
+
+    result: Evaluated | None = None
+
+    def evaluated(self, result: Evaluated) -> None:
+        self.result = result
+
+
+# torch.compile is to trace nothing around the model's forward.
+skip(Run.or_unmerged)
+skip(with_graphs_so_far)
+
+
+class MergingCalls:
+    """Merges tokens in the calls of a UNet in one thread, whose place in a sampling run it follows.
+
+    The place follows from the second argument of a call, the timestep. In a run it falls from one
+    less than the number of noise levels of training to 0, and ``ratio`` moves to ``ratio_end``
+    with it.
+
+    It is a context manager, within which the model runs.
+    """
+
+    def __init__(
+        self,
+        config: ToMeConfig,
+        record: UNetRecord,
+        unet: nn.Module,
+        make_strategy: MakeStrategy,
+        levels: int,
+        find_obstacle: Callable[[nn.Module, ToMeConfig], str | None],
+        once: Once,
+    ):
+        """Prepare to merge.
+
+        Args:
+            config: the settings.
+            record: how the UNet is built.
+            unet: the UNet.
+            make_strategy: makes the strategy.
+            levels: the number of noise levels that it was trained on.
+            find_obstacle: returns why it cannot merge tokens in its current state, None if it can.
+            once: logs what is said of it.
+        """
+        self._config = config
+        self._unet = unet
+        self._latest = _Latest()
+        self._run = Run(config, record, unet, make_strategy, self._latest)
+        self._find_obstacle = find_obstacle
+        self._once = once
+        self._arguments: tuple[Any, ...] = ()
+        self._completed = True
+        self._noisiest = levels - 1
+        self._timestep = math.inf
+
+    @skip
+    def call(
+        self,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        step: int,
+        counts: Counts | None,
+    ) -> Any:
+        """What a call of the UNet returns, which merges tokens.
+
+        Args:
+            forward: calls the UNet itself.
+            args: the arguments of the call by position.
+            kwargs: those by name.
+            step: the step that it belongs to.
+            counts: counts what merges in the run that it belongs to; None if that is not known,
+                and each call is reported alone.
+        """
+        if not self._begin(args, kwargs, step):
+            return forward(*args, **kwargs)
+        result = self._run.or_unmerged(partial(_evaluate, self, forward, args, kwargs))
+        self._complete(counts)
+        return result
+
+    def warn(self, reason: str) -> None:
+        """Log why nothing merges, once."""
+        self._once.warn(f"nothing merged: {reason}")
+
+    @torch.compiler.disable
+    def __enter__(self) -> None:
+        self._evaluation = self._run.evaluation(*self._arguments)
+        self._evaluation.__enter__()
+
+    @torch.compiler.disable
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._evaluation.__exit__(*error)
+
+    @torch.compiler.disable
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> bool:
+        """Begin a call; return whether its arguments are understood. If not, log that once."""
+        sample, timestep = first_two_arguments(self._unet, args, kwargs)
+        is_sample = isinstance(sample, Tensor) and sample.ndim >= 4
+        is_timestep = isinstance(timestep, SupportsFloat)
+        if not (is_sample and is_timestep):
+            self.warn(reasons.UNKNOWN_CALL)
+            return False
+        noise = timestep.max().item() if isinstance(timestep, Tensor) else timestep
+        # A new run may have more memory.
+        is_new = noise > self._timestep or not self._completed
+        if is_new and self._run.stopped == reasons.NO_MEMORY:
+            self._run.stopped = None
+        # So may the compiler have more room.
+        self._run.may_compile |= is_new
+        self._timestep = noise
+        self._completed = False
+        moment = self._moment(noise, step)
+        # The check may visit every module of the UNet.
+        obstacle = self._find_obstacle(self._unet, self._config) if moment.is_active else None
+        device, latent = _execution_device(self._unet, sample), Grid(*sample.shape[-2:])
+        self._arguments = moment, latent, device, sample.dtype, obstacle
+        return True
+
+    @torch.compiler.disable
+    def _complete(self, counts: Counts | None) -> None:
+        """End a call: count what merged in its run, or report the call alone."""
+        self._completed = True
+        # Kept, it would hold the plans of all blocks.
+        result, self._latest.result = self._latest.result, None
+        if result is None:
+            return
+        if counts is not None:
+            counts.evaluated(result)
+        elif result.is_active:
+            self._report(result)
+
+    def _report(self, result: Evaluated) -> None:
+        """Log what merged in a call, once for every size, or why nothing merged, once.
+
+        When its run ends is not known, so what merging gains is counted, not measured.
+        """
+        counts = Counts()
+        counts.evaluated(result)
+        model, latent = self._run.model, self._arguments[1]
+        if not counts.merged:
+            why = log_line.obstacle(counts, model.max_downsample, model.shallowest)
+            if why.endswith(reasons.WORTH_IT):
+                why += f"; {prospects_of(model, latent).advice}"
+            self.warn(why)
+            return
+        # Its numbers may change from step to step, so the line itself does not tell.
+        kind = latent, *log_line.deviations(counts)
+        if self._run.engine is not None and self._once.is_new(kind):
+            line = log_line.log_line(counts, self._config, self._run.engine.in_words())
+            gain = gain_of(counts, self._config, {}, model.saved(latent), model.shallowest)
+            self._once.info(f"{line}; {gain.words}")
+
+    def finish(self, counts: Counts, begun: Mapping[int, float]) -> LastRun:
+        """The record of a run.
+
+        Args:
+            counts: what merged in it, and which steps had no call.
+            begun: when each step began, in seconds.
+        """
+        model, engine, latent = self._run.model, self._run.engine, self._arguments[1]
+        obstacle = log_line.obstacle(counts, model.max_downsample, model.shallowest)
+        gain = prospects = None
+        if not counts.merged and obstacle.endswith(reasons.WORTH_IT):
+            prospects = prospects_of(model, latent)
+        if counts.merged or counts.forecast_steps:
+            saved = model.saved(latent)
+            gain = gain_of(counts, self._config, begun, saved, model.shallowest)
+        return LastRun(
+            model=type(self._unet).__name__,
+            config=self._config,
+            counts=counts,
+            unmerged=None if counts.merged else obstacle,
+            prospects=prospects,
+            backend=None if engine is None else (*engine.in_words(), engine.backend)[0],
+            gain=gain,
+        )
+
+    def _moment(self, timestep: float, step: int) -> Moment:
+        (bits,) = struct.unpack("<Q", struct.pack("<d", timestep))
+        done = self._noisiest - min(max(timestep, 0), self._noisiest)
+        return Moment(
+            step=step,
+            progress=done / self._noisiest if self._noisiest > 0 else 0.0,
+            picks=bits,
+            is_active=is_active(self._config, timestep, self._noise_at),
+        )
+
+    def _noise_at(self, percent: float) -> float:
+        """The timestep at a share of the sampling from 0 to 1; at 0 and 1, beyond all timesteps."""
+        if percent == 0:
+            return math.inf
+        return -math.inf if percent == 1 else (1 - percent) * self._noisiest
+
+
+@skip
+def _evaluate(
+    calls: MergingCalls, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    with calls:
+        return forward(*args, **kwargs)
+
+
+def _execution_device(model: nn.Module, sample: Tensor) -> torch.device:
+    """The device on which blocks will run. Until then, offloading may keep weights elsewhere."""
+    device = getattr(getattr(model, "_hf_hook", None), "execution_device", None)
+    return sample.device if device is None else torch.device(device)

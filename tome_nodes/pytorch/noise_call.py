@@ -1,0 +1,110 @@
+"""View a call of a UNet of diffusers as a map from a noisy latent to the denoised one.
+
+Whatever its scheduler keeps, a UNet gets a latent whose variance stays the same: ``picture`` times
+the clean latent and ``noise`` times normal noise, where the squares of the two add up to 1.
+"""
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, SupportsFloat
+
+import torch
+from torch import Tensor, nn
+
+from .. import reasons
+from .model_call import TIMESTEPS, first_two_arguments, trait
+
+_PREDICTIONS = ("epsilon", "v_prediction", "sample")
+"""What UNets predict: the noise, its mixture with the picture, or the picture."""
+
+_CONTROL = (
+    "down_block_additional_residuals",
+    "mid_block_additional_residual",
+    "down_intrablock_additional_residuals",
+)
+"""Arguments whose values change from step to step. Those of others have to stay."""
+
+
+@dataclass(frozen=True, eq=False)
+class NoiseCall:
+    """One call of a UNet.
+
+    Attributes:
+        latent: the noisy latent in float32, ``[batch, channels, height, width]``.
+        time: the timestep as a share of the last one of training.
+        network: the UNet.
+        prediction: what it predicts, one of :data:`_PREDICTIONS`.
+        dtype: the dtype of what it returns.
+        others: the arguments besides the noisy latent and the timestep, by name or position.
+    """
+
+    latent: Tensor
+    time: float
+    network: nn.Module
+    prediction: str
+    dtype: torch.dtype
+    others: Mapping[Hashable, Any]
+
+    @property
+    def course(self) -> Hashable:
+        """Everything besides the noise that decides the answer, as far as the call shows."""
+        traits = ((name, trait(given, name not in _CONTROL)) for name, given in self.others.items())
+        return id(self.network), *traits
+
+    def denoised(self, result: Any, noise: float) -> Tensor | None:
+        """The denoised latent that follows from what the UNet returned; None if it does not.
+
+        ``noise`` is the standard deviation of the noise that is added to the picture.
+        """
+        sample = result[0]
+        if not isinstance(sample, Tensor) or sample.shape != self.latent.shape:
+            return None
+        predicted = sample.float()
+        if self.prediction == "sample":
+            return predicted
+        picture = 1 / math.sqrt(1 + noise**2)
+        if self.prediction == "epsilon":
+            return self.latent / picture - noise * predicted
+        return picture * self.latent - noise * picture * predicted
+
+    def returned(self, denoised: Tensor, noise: float, kind: Any) -> Any:
+        """What the UNet would return for a denoised latent; undoes :meth:`denoised`."""
+        picture = 1 / math.sqrt(1 + noise**2)
+        predicted = denoised
+        if self.prediction == "epsilon":
+            predicted = (self.latent / picture - denoised) / noise
+        elif self.prediction == "v_prediction":
+            predicted = (picture * self.latent - denoised) / (noise * picture)
+        sample = predicted.to(self.dtype)
+        return (sample,) if issubclass(kind, tuple) else kind(sample=sample)
+
+
+def noise_call(
+    unet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], scheduler: Any
+) -> NoiseCall | str:
+    """A call of a UNet with some arguments, or why it cannot be forecast.
+
+    ``scheduler`` is that of its pipeline, which says what the UNet predicts.
+    """
+    sample, timestep = first_two_arguments(unet, args, kwargs)
+    channels = unet.config.out_channels
+    is_latent = isinstance(sample, Tensor) and sample.ndim == 4 and sample.shape[1] >= channels
+    if not is_latent or not isinstance(timestep, SupportsFloat):
+        return reasons.OTHER_FORM
+    config = getattr(scheduler, "config", {})
+    prediction = config.get("prediction_type")
+    if prediction not in _PREDICTIONS:
+        return reasons.unknown_prediction(f"{type(unet).__name__} with {prediction}")
+    given: dict[Any, Any] = {**dict(enumerate(args[2:])), **kwargs}
+    others = {
+        name: value
+        for name, value in given.items()
+        if value is not sample and value is not timestep
+    }
+    # Channels behind the latent say, for example, where to paint.
+    others["behind"] = sample[:, channels:]
+    levels = config.get("num_train_timesteps") or TIMESTEPS
+    time = float(torch.as_tensor(timestep).max()) / (levels - 1)
+    latent = sample[:, :channels].float()
+    return NoiseCall(latent, time, unet, prediction, sample.dtype, others)

@@ -1,0 +1,29 @@
+"""What is logged once."""
+
+import logging
+from collections.abc import Hashable
+
+log = logging.getLogger("tome_nodes")
+
+
+class Once:
+    """Logs every line once."""
+
+    def __init__(self) -> None:
+        self._said: set[Hashable] = set()
+
+    def is_new(self, what: Hashable) -> bool:
+        """Whether this is asked for the first time."""
+        is_new = what not in self._said
+        self._said.add(what)
+        return is_new
+
+    def info(self, line: str) -> None:
+        """Log a line."""
+        if self.is_new(line):
+            log.info("[ToMe] %s", line)
+
+    def warn(self, line: str) -> None:
+        """Log a warning."""
+        if self.is_new(line):
+            log.warning("[ToMe] %s", line)
