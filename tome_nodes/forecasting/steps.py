@@ -119,16 +119,17 @@ def is_even(
         index: the number of the step, from 0.
         faster: how many times as much the logarithm may grow in the next step as in this one.
         is_unet: whether the model is a UNet. There, the logarithm may grow fast in a part of the
-            run, and ``faster`` counts as ``FASTER``. But a sampler that looks back, which has a
-            ``faster`` of its own, would put a line through the forecast and the next answer, so
-            the step after that counts, too.
+            run. In a long one, ``faster`` counts as ``FASTER``, but a sampler that looks back,
+            which has a ``faster`` of its own, would put a line through the forecast and the next
+            answer, so the step after that counts, too.
     """
     if not 0 < index < len(levels) - 1:
         return True
     mean = (levels[-1] - levels[0]) / (len(levels) - 1)
-    steps = 3 if is_unet and faster < FASTER else 2
+    is_long = is_unet and len(levels) >= LONG_ON_UNET
+    steps = 3 if is_long and faster < FASTER else 2
     gaps = [after - before for before, after in pairwise(levels[index - 1 : index + steps])]
-    most = FASTER if is_unet else faster
+    most = FASTER if is_long else faster
     is_fast = gaps[0] > _FAST * mean and not is_unet
     return not is_fast and all(after <= most * before for before, after in pairwise(gaps))
 
