@@ -25,7 +25,16 @@ RUN_ON_ITS_OWN = {"install.py", "prestartup_script.py", "requirements.txt", "uni
 """Files that ComfyUI or its manager would run or install from."""
 
 LIBRARIES = {
-    *("collections", "contextlib", "contextvars", "dataclasses", "enum", "functools", "inspect"),
+    *(
+        "bisect",
+        "collections",
+        "contextlib",
+        "contextvars",
+        "dataclasses",
+        "enum",
+        "functools",
+        "inspect",
+    ),
     *("datetime", "itertools", "json", "logging", "math", "reprlib", "statistics", "struct", "sys"),
     *("threading", "time", "traceback", "types", "typing", "weakref"),
     *("numpy", "torch", "PIL", "triton", "diffusers", "server"),
