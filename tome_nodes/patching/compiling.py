@@ -12,13 +12,15 @@ from torch._C._dynamo import eval_frame
 
 Result = TypeVar("Result")
 
+_callback: Callable[[], object] | None = getattr(eval_frame, "get_eval_frame_callback", None)
+
 
 def is_left_uncompiled() -> bool:
     """Whether the caller, which runs as Python, is part of a call that has no graph and gets none.
 
-    False in a model that is not compiled.
+    False in a model that is not compiled, and under a PyTorch that does not tell, such as 2.4.
     """
-    return eval_frame.get_eval_frame_callback() is False
+    return _callback is not None and _callback() is False
 
 
 def has_no_more_graphs(error: Exception) -> bool:
