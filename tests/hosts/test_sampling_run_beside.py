@@ -1,0 +1,99 @@
+"""Runs that merge and forecast beside what begins or ends in the middle, and other nodes."""
+
+from functools import partial
+
+import pytest
+import torch
+from comfyui_version import __version__
+
+from tools.environment import NEWEST, is_earlier
+
+if is_earlier(__version__, NEWEST):
+    pytest.skip(f"ComfyUI {__version__} lacks some of the nodes", allow_module_level=True)
+
+from comfy_extras.nodes_model_downscale import PatchModelAddDownscale
+from compatibility.neighbours import BY_NAME
+from models.comfyui import UNETS, conditioning
+from test_forecast_runs import levels_of, seen
+from test_sampling_run import configured, from_noise
+
+from benchmarks.forecasts.situations import Control, extended
+from tome_nodes import reasons
+from tome_nodes.comfyui.attachment import attach, last_run
+from tome_nodes.forecasting.steps import FIRST_ON_UNET
+
+
+@pytest.fixture
+def unet(sd15):
+    return sd15
+
+
+def spans_of(model, patched, **options):
+    """The noise levels of a run, and the steps that were forecast in the patched one."""
+    plain, evaluations = seen(model)
+    from_noise(plain, 24, **options)
+    from_noise(patched, 24, **options)
+    return sorted(levels_of(evaluations), reverse=True), last_run(patched).counts.forecast_steps
+
+
+def deep_shrink(model):
+    return PatchModelAddDownscale.execute(model, 1, 2.0, 0.0, 0.5, True, "bicubic", "bicubic")[0]
+
+
+def ending_control(prompt):
+    return extended(prompt, control=Control().set_cond_hint(torch.tensor(0.5), 1.0, (0.0, 0.5)))
+
+
+@pytest.mark.parametrize(
+    ("patch", "prompt"),
+    [
+        (deep_shrink, list),
+        (None, ending_control),
+        (None, lambda prompt: [*prompt, *extended(prompt, end_percent=0.5)]),
+    ],
+    ids=["Deep Shrink", "ControlNet", "second prompt"],
+)
+def test_where_something_ends_in_the_middle_the_model_runs_as_at_the_start(unet, patch, prompt):
+    model = unet if patch is None else patch(unet)
+    positive = prompt(conditioning(UNETS["sd15"], 5))
+    prompts = [positive, conditioning(UNETS["sd15"], 6)]
+    levels, forecast = spans_of(model, attach(model, configured()), prompts=prompts)
+    end = unet.get_model_object("model_sampling").percent_to_sigma(0.5)
+    first = next(index for index, level in enumerate(levels) if level < end)
+    assert forecast & {*range(first)} and forecast & {*range(first + FIRST_ON_UNET, 24)}
+    assert not forecast & {*range(first, first + FIRST_ON_UNET)}
+
+
+def test_outside_of_its_percents_a_run_is_the_plain_one(unet):
+    """Up to there, the sampler gets the same answers bit for bit."""
+    plain, expected = seen(unet)
+    from_noise(plain)
+    patched, evaluations = seen(attach(unet, configured(start_percent=0.5)))
+    from_noise(patched)
+    end = unet.get_model_object("model_sampling").percent_to_sigma(0.5)
+    outside = [answer for level, _, answer in expected if level > end]
+    assert 0 < len(outside) < 20
+    for answer, (_, _, own) in zip(outside, evaluations, strict=False):
+        assert torch.equal(answer, own)
+    counts = last_run(patched).counts
+    assert counts.merged and counts.forecast_steps
+    assert min(counts.forecast_steps) >= len(outside)
+
+
+def test_two_samplers_on_one_model_are_two_runs(unet):
+    """The second takes over the noise that the first leaves, and knows nothing of it."""
+    patched = attach(unet, configured())
+    halves = ({"last_step": 20, "force_full_denoise": False}, {"start_step": 20})
+    alone = [from_noise(attach(unet, configured()), 40, picture=1.0, **half) for half in halves]
+    both = [from_noise(patched, 40, picture=1.0, **half) for half in halves]
+    assert all(torch.equal(one, other) for one, other in zip(alone, both, strict=True))
+    assert not torch.equal(both[0], from_noise(unet, 40, picture=1.0, **halves[0]))
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_easycache_leaves_steps_alone_and_merging_goes_on(unet, log_messages, is_last):
+    cache = partial(BY_NAME["EasyCache"].patch, kind="sd15")
+    model = cache(attach(unet, configured())) if is_last else attach(cache(unet), configured())
+    assert from_noise(model).isfinite().all()
+    assert reasons.CACHE in log_messages()[-1] and "merged" in log_messages()[-1]
+    assert not last_run(model).counts.forecast_steps
