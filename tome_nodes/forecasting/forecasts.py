@@ -109,7 +109,7 @@ class _Line:
             came = (foretold * after).sum(1) / foretold.square().sum(1)
             # Nothing came of no change.
             self.jumped = after.norm(dim=1) > _JUMP * foretold.norm(dim=1)
-            self.came = came.nan_to_num(0.0).masked_fill(self.jumped, 0.0)
+            self.came = came.nan_to_num(0.0)
         self.answers = [*self.answers[-1:], new]
         self.forecasts = []
         self.total += 1
@@ -202,7 +202,11 @@ class Forecasts:
             corrected = _corrected(line, new, step.latent_share)
         line.add(new)
         if corrected is not None and self._is_unet and line.came is not None:
-            corrected = torch.lerp(denoised, corrected, line.trusted(denoised))
+            trusted = line.trusted(denoised)
+            if line.jumped is not None and line.total > self._first(step):
+                # The step before was on another line.
+                trusted = trusted.masked_fill(line.jumped.view_as(trusted), 0.0)
+            corrected = torch.lerp(denoised, corrected, trusted)
         if step.index == 1:
             self._settled = self._settled is not False and _is_settled(line)
         return denoised if corrected is None else corrected
