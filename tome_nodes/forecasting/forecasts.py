@@ -201,7 +201,8 @@ class Forecasts:
         if line.forecasts and step.latent_share is not None:
             corrected = _corrected(line, new, step.latent_share)
         line.add(new)
-        if corrected is not None and self._is_unet and line.came is not None:
+        is_long = self._is_unet and step.count >= self._long
+        if corrected is not None and is_long and line.came is not None:
             trusted = line.trusted(denoised)
             if line.jumped is not None and line.total > self._first(step):
                 # The step before was on another line.
