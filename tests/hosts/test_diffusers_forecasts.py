@@ -46,7 +46,7 @@ def answers_may_turn_back(monkeypatch):
 
     def add_without_a_look(self, new):
         add(self, new)
-        self.product = None
+        self.came = None
 
     monkeypatch.setattr(forecasts._Line, "add", add_without_a_look)
 

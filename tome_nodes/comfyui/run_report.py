@@ -94,8 +94,8 @@ class RunReport(Observer):
             counts.forecast_steps = forecast_steps
             obstacle = log_line.obstacle(counts, patched.max_downsample, patched.shallowest)
             prospects = None
-            if not counts.merged and obstacle.endswith(reasons.WORTH_IT):
-                prospects = prospects_of(patched, self._latent)
+            if not counts.merged:
+                prospects = prospects_of(patched, self._latent, obstacle)
             gain = None
             if counts.merged or forecast_steps:
                 saved = patched.saved(self._latent)

@@ -80,10 +80,9 @@ class _Line:
         answers: the last two answers, in order, or the only one.
         total: how many answers there were.
         forecasts: the forecasts since the last of them.
-        product: the inner product of the last change of answers and the one before, ``[batch]``. It
+        came: the share that came of the last change that the line foretold, ``[batch]`` float32. It
             is negative where answers turn back, as early under strong guidance; no line leads on
             from there.
-        came: the share that came of the last change that the line foretold, ``[batch]`` float32.
         jumped: whether the last answer changed suddenly, ``[batch]``: perhaps something other than
             the noise changed.
     """
@@ -91,7 +90,6 @@ class _Line:
     answers: list[_Answer] = field(default_factory=list)
     forecasts: list[_Forecast] = field(default_factory=list)
     total: int = 0
-    product: Tensor | None = None
     came: Tensor | None = None
     jumped: Tensor | None = None
 
@@ -104,7 +102,6 @@ class _Line:
             first, last = self.answers
             before = (last.denoised - first.denoised).float().flatten(1)
             after = (new.denoised - last.denoised).float().flatten(1)
-            self.product = (before * after).sum(1)
             foretold = before * _times(first.step, last.step, new.step)
             came = (foretold * after).sum(1) / foretold.square().sum(1)
             # Nothing came of no change.
@@ -118,7 +115,12 @@ class _Line:
         """Forget all answers but the last if it jumped, and was not among the ``first``."""
         if self.jumped is not None and self.total > first and bool(self.jumped.any()):
             self.answers, self.total = self.answers[-1:], 1
-            self.product = self.came = self.jumped = None
+            self.came = self.jumped = None
+
+    @property
+    def has_turned(self) -> bool:
+        """Whether the last answer turned back in any sample."""
+        return self.came is not None and bool((self.came < 0).any())
 
     def trusted(self, like: Tensor) -> Tensor:
         """How far each sample's line is trusted, from 0 to 1, ``[batch, 1, ...]``.
@@ -241,8 +243,7 @@ class Forecasts:
                 line.begin_anew_after_a_jump(self._first(step))
             self._look_for_a_turn(step)
         else:
-            products = (line.product for line in self._lines)
-            turns = any(product is not None and bool((product < 0).any()) for product in products)
+            turns = any(line.has_turned for line in self._lines)
             # A short run whose answers turned once stays hard to tell.
             self._turns = turns or (self._turns and step.count < self._long)
         # A step has fewer calls where guidance ends.
@@ -298,8 +299,7 @@ class Forecasts:
         If so, that step runs, and the forecasts come later.
         """
         if step.count >= self._long and step.index == self._first(step):
-            cames = (line.came for line in self._lines)
-            self._has_turned = any(came is not None and bool((came < 0).any()) for came in cames)
+            self._has_turned = any(line.has_turned for line in self._lines)
 
     def _is_rough(self, step: Step) -> bool:
         """Whether the step is of a UNet's run that is neither long nor settled."""

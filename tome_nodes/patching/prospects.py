@@ -35,8 +35,13 @@ class Prospects:
         return reasons.take_larger(self.times)
 
 
-def prospects_of(model: PatchedModel, latent: Grid) -> Prospects:
-    """What would help a model on a latent on which too little merges."""
+def prospects_of(model: PatchedModel, latent: Grid, obstacle: str) -> Prospects | None:
+    """What would help a model on a latent on which nothing merged.
+
+    None unless the obstacle is that too little would merge; other obstacles say what to do.
+    """
+    if not obstacle.endswith(reasons.WORTH_IT):
+        return None
     config, fast = model.config, None
     if config.grows and config.scope == "module":
         free = {name: getattr(config, name) for name in FREE}

@@ -173,9 +173,8 @@ class MergingCalls:
         model, latent = self._run.model, self._arguments[1]
         if not counts.merged:
             why = log_line.obstacle(counts, model.max_downsample, model.shallowest)
-            if why.endswith(reasons.WORTH_IT):
-                why += f"; {prospects_of(model, latent).advice}"
-            self.warn(why)
+            prospects = prospects_of(model, latent, why)
+            self.warn(why if prospects is None else f"{why}; {prospects.advice}")
             return
         # Its numbers may change from step to step, so the line itself does not tell.
         kind = latent, *log_line.deviations(counts)
@@ -194,8 +193,8 @@ class MergingCalls:
         model, engine, latent = self._run.model, self._run.engine, self._arguments[1]
         obstacle = log_line.obstacle(counts, model.max_downsample, model.shallowest)
         gain = prospects = None
-        if not counts.merged and obstacle.endswith(reasons.WORTH_IT):
-            prospects = prospects_of(model, latent)
+        if not counts.merged:
+            prospects = prospects_of(model, latent, obstacle)
         if counts.merged or counts.forecast_steps:
             saved = model.saved(latent)
             gain = gain_of(counts, self._config, begun, saved, model.shallowest)
