@@ -12,6 +12,7 @@ from tools.workflow import Graph, as_new_run, titles, without_merging
 
 MERGED = re.compile(r"\[ToMe\] (?:.*: )?merged (?P<blocks>\d+/\d+) blocks \((?P<tokens>[^)]*)\)")
 LEVEL = re.compile(r"(?P<before>\d+) -> (?P<after>\d+)\S* tokens(?: x(?P<blocks>\d+))?")
+FORECAST = re.compile(r"\[ToMe\] .*forecast (?P<steps>\d+)/(?P<all>\d+) steps")
 NOTHING_MERGED = re.compile(r"\[ToMe\] (?:.*: )?(?P<reason>nothing merged: .*)")
 NOTHING = "-"
 
@@ -54,10 +55,12 @@ class Comparison:
         return grid(head, rows)
 
     def levels(self) -> list[str]:
-        """A line for each level that merged, by sampler: its tokens, and the share that merged."""
+        """A line for each sampler that skipped steps, and for each level that merged."""
         lines = []
         for node, title in titles(self.graph).items():
-            merged = MERGED.search(self.on[0].logs[node])
+            merged, forecast = (each.search(self.on[0].logs[node]) for each in (MERGED, FORECAST))
+            if forecast is not None:
+                lines.append(f"{title}: {forecast['steps']} of {forecast['all']} steps are skipped")
             if merged is None:
                 continue
             for level in LEVEL.finditer(merged["tokens"]):
@@ -68,9 +71,9 @@ class Comparison:
         return lines
 
     def has_plain_pass(self) -> bool:
-        """Whether some sampler merged nothing even with ToMe on."""
-        logs = self.on[0].logs
-        return any(not MERGED.search(logs[node]) for node in titles(self.graph))
+        """Whether some sampler merged and skipped nothing even with ToMe on."""
+        logs = [self.on[0].logs[node] for node in titles(self.graph)]
+        return not all(MERGED.search(log) or FORECAST.search(log) for log in logs)
 
     def warnings(self) -> list[str]:
         """The pack's warnings that nothing was merged."""

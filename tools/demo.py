@@ -159,7 +159,9 @@ def _introduce(arguments: argparse.Namespace, shrink: bool) -> None:
     else:
         print("Checkpoint: random weights, so the images are noise; --checkpoint takes a real one")
     if shrink:
-        print(f"Device:     cpu, so {CPU_STEPS} step in each pass; --full runs all of them")
+        print(
+            f"Device:     cpu, so {CPU_STEPS} step in each pass, none of which is skipped; --full runs all"
+        )
     else:
         print(f"Device:     {arguments.device}")
     print("Off and on: off sets the ratio of the ToMe nodes to 0, which is the plain model\n")

@@ -35,7 +35,7 @@ from tome_nodes.settings.presets import settings_of  # noqa: E402
 
 DOCS = ROOT / "web" / "docs"
 KINDS: Mapping[str, tuple[Callable[[], Judge], Sequence[str]]] = {
-    "unet": (partial(HighResolutionJudge, 8, photo=4), ("balanced 0.6",)),
+    "unet": (partial(HighResolutionJudge, 8, photo=4), ("fast 0.6",)),
     "transformer": (partial(SceneJudge, 8), ("balanced 0.75", "5 steps")),
     "video": (partial(VideoJudge, 8), ("balanced 0.6", "6 steps")),
 }

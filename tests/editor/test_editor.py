@@ -586,7 +586,7 @@ def test_live_line_and_report_are_shown(fresh_editor, picture, pytestconfig):
     line = "6/6 blocks, {}\N{RIGHTWARDS ARROW}{} tokens, step 2/2".format(*counts)
     assert fresh_editor.page.evaluate(REPORT, PATCH_TYPE) == line
     shown = fresh_editor.page.evaluate(REPORT, REPORT_TYPE)
-    assert shown.startswith("Merged: 6 of 6 blocks")
+    assert shown.startswith("Done: merged 6 of 6 blocks")
     fresh_editor.look_at(1980, -60)
     picture(fresh_editor, "ToMeReport", (100, 110, 610, 885))
     # Undo makes new nodes, and so does coming back from another tab.

@@ -394,8 +394,8 @@ def test_the_report_says_how_many_steps_were_forecast(flux):
     sampled(patched)
     run = last_run(patched)
     lines = in_words(run)
-    assert lines[0] == "Forecast: 3 of 8 steps"
-    assert not any(line.startswith(("Merged", "Nothing", "Steps: merged")) for line in lines)
+    assert lines[0] == "Done: forecast 3 of 8 steps"
+    assert not any(line.startswith(("Nothing", "Tokens", "Steps: merged")) for line in lines)
     assert "Settings: ratio 0.60" in lines
     assert hint_for(run) is None
     for view in ("merge map", "chart"):

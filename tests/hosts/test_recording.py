@@ -138,7 +138,7 @@ def test_the_report_of_a_run_whose_recorder_failed_has_its_counts(sd15, monkeypa
     run, _ = recorded(sd15)
     assert run.counts.merged
     page = report_of(run, view)
-    assert page.text.startswith("Merged: ") and page.picture.ndim == 3
+    assert page.text.startswith("Done: merged ") and page.picture.ndim == 3
 
 
 def test_an_interrupt_passes_through_a_report_and_leaves_no_record(sd15):

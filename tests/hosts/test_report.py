@@ -28,8 +28,9 @@ def run(sd15_of):
 
 def test_the_words_count_blocks_tokens_and_steps(run):
     assert [line for line in in_words(run) if not line.startswith(("Hint", "Time"))] == [
-        "Merged: 11 of 11 blocks, 256 -> 128 tokens x5, 64 -> 32 tokens x6",
+        "Done: merged 11 of 11 blocks",
         "Helped: expected, not measured: 20% fewer multiplications in a merged step",
+        "Tokens: 256 -> 128 x5, 64 -> 32 x6",
         "Steps: merged in 2 of 3",
         "Model: SD15",
         "Settings: ratio 0.50, bipartite, module scope, start_percent 0, end_percent 0.6",
@@ -43,7 +44,7 @@ def test_what_came_out_whether_it_helped_and_what_to_change_come_first(run, sd15
         lines = in_words(replace(run, recording=recording, **others))
         return {line.split(":")[0]: line for line in lines}
 
-    assert [*told()][:4] == ["Merged", "Helped", "Hint", "Time"]
+    assert [*told()][:4] == ["Done", "Helped", "Hint", "Tokens"]
     assert told()["Time"] == "Time: 7.2 s"
     assert "ToMe Tune" in told()["Hint"]
     idle = run_of(sd15, size=(8, 8), min_tokens=100)

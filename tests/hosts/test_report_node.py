@@ -81,7 +81,7 @@ def test_a_view_that_is_not_there_is_refused(server):
 def test_a_report_added_after_the_run_has_counts_and_says_how_to_get_the_rest(shown):
     assert shown(without_report(seed=13)) == {}
     text, card = shown(with_report(seed=13))["report"]
-    assert "Merged: 6 of 6 blocks" in text
+    assert "Done: merged 6 of 6 blocks" in text
     assert "Details: maps and times were not recorded" in text
     assert card.width == 800
 
@@ -122,9 +122,9 @@ def test_each_report_is_about_the_run_and_the_patch_it_is_connected_to(shown):
     assert "Steps: merged in 2 of 2" in texts["report"]
     assert "Steps: merged in 3 of 3" in texts["second_report"]
     for name in "same_report", "same_keep":
-        assert "256 -> 128 tokens" in texts[name]
+        assert "Tokens: 256 -> 128" in texts[name]
     for name in "less_report", "less_keep":
-        assert "256 -> 192 tokens" in texts[name]
+        assert "Tokens: 256 -> 192" in texts[name]
     assert all("Time: " in text for text in texts.values())
     told_on = {line["data"]["node"] for line in lines}
     assert told_on == {"tome", "same", "least"}

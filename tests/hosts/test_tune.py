@@ -1,6 +1,7 @@
 """ToMe Tune on real models: what it measures, what it takes, and what it keeps."""
 
 import json
+import re
 from itertools import pairwise
 from weakref import WeakMethod
 
@@ -134,6 +135,7 @@ def test_a_known_front_is_found(timed_unet):
     assert result.measured.speed == pytest.approx(1.25)
     assert result.measured.change > 0
     assert result.runs == len(timed_unet.seen) / 8
+    assert re.fullmatch(r"merged \d of \d blocks", result.measured.done)
     assert not is_attached(timed_unet.model) and overridden(timed_unet.model) == []
 
 
@@ -156,6 +158,7 @@ def test_steps_that_are_forecast_take_no_time(timed, candidate):
     evaluations = len(timed.seen) - 16
     assert 3 <= evaluations < 16
     assert measured.speed == pytest.approx(16 / evaluations)
+    assert measured.done == f"forecast {16 - evaluations} of 16 steps"
 
 
 @pytest.mark.parametrize("steps", [1, 2, 20])

@@ -1,5 +1,7 @@
 """What ToMe Tune takes, from figures alone, and what it says."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -79,6 +81,14 @@ def test_the_result_comes_first():
     assert told(Wish("speed", 1.0), {}) == [
         "Unpatched: 1.00 times as fast is what the model has without ToMe."
     ]
+
+
+def test_what_was_merged_and_forecast_stands_behind_its_figures():
+    done = replace(measured(1.5, 0.1), done="merged 5 of 16 blocks, forecast 8 of 20 steps")
+    assert told(Wish("speed", 1.2), {FAST[1]: done})[0] == (
+        "Found: fast, ratio 0.50: 1.50 times as fast, change 0.100 "
+        "(merged 5 of 16 blocks, forecast 8 of 20 steps)."
+    )
 
 
 def test_a_model_that_gains_nothing_is_told_why():

@@ -30,6 +30,16 @@ def log_line(counts: Counts, config: ToMeConfig, backend: Sequence[str] = ()) ->
     return ", ".join([*done, *backend, *deviations(counts)])
 
 
+def done(counts: Counts) -> str:
+    """For example ``merged 10 of 16 blocks, forecast 3 of 8 steps``."""
+    parts = []
+    if counts.merged:
+        parts += [f"merged {counts.merged_blocks} of {counts.blocks_present} blocks"]
+    if counts.forecast_steps:
+        parts += [f"forecast {len(counts.forecast_steps)} of {counts.total_steps} steps"]
+    return ", ".join(parts)
+
+
 def seconds(time: float) -> str:
     """A time in words, for example ``12.3 ms``."""
     if time >= 100:
@@ -54,14 +64,14 @@ def live_line(result: Evaluated, total_steps: int) -> str:
     return f"{len(result.merged)}/{result.blocks} blocks, {lengths} tokens, {step}"
 
 
-def sizes(counts: Counts) -> str:
+def sizes(counts: Counts, unit: str = " tokens") -> str:
     """For example ``4096 -> 2048 tokens x5, 1024 -> 512 tokens x6``."""
     parts = []
     for before, by_block in sorted(counts.merged.items(), reverse=True):
         lengths = set().union(*by_block.values())
         after = "-".join(map(str, sorted({min(lengths), max(lengths)})))
         count = f" x{len(by_block)}" if len(counts.merged) > 1 else ""
-        parts.append(f"{before} -> {after} tokens{count}")
+        parts.append(f"{before} -> {after}{unit}{count}")
     return ", ".join(parts)
 
 

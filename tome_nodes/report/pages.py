@@ -109,26 +109,23 @@ def tuning_page(findings: Found) -> Page:
 
 def in_words(run: LastRun) -> list[str]:
     """The report of a run, line by line: what happened, whether it helped, what to do, the rest."""
-    counts, total = run.counts, run.counts.total_steps
+    counts = run.counts
     # Where prospects are known, the first line says what would help.
     hint = hint_for(run) if run.prospects is None else None
     if run.nothing is not None:
         lines = [run.nothing[0].upper() + run.nothing[1:]]
     else:
-        lines = []
-        if counts.merged:
-            blocks = f"{counts.merged_blocks} of {counts.blocks_present} blocks"
-            lines += [f"Merged: {blocks}, {log_line.sizes(counts)}"]
-        if counts.forecast_steps:
-            lines += [f"Forecast: {len(counts.forecast_steps)} of {total} steps"]
-        lines += [f"Helped: {'not known' if run.gain is None else run.gain.words}"]
+        lines = [
+            f"Done: {log_line.done(counts)}",
+            f"Helped: {'not known' if run.gain is None else run.gain.words}",
+        ]
         if run.gain is not None and not run.gain.is_measured:
             hint = hint or UNMEASURED
     if hint is not None:
         lines += [f"Hint: {hint}"]
     if counts.merged:
-        steps = f"Steps: merged in {len(counts.merged_steps)} of {total}"
-        lines += [_times_in_words(run.recording), steps]
+        steps = f"Steps: merged in {len(counts.merged_steps)} of {counts.total_steps}"
+        lines += [f"Tokens: {log_line.sizes(counts, '')}", _times_in_words(run.recording), steps]
     lines += [f"Model: {run.model}"]
     config = run.config
     merges = counts.merged or run.unmerged is not None

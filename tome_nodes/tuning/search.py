@@ -56,6 +56,7 @@ class Measured:
             standard deviations of the unpatched one.
         obstacle: what did not happen and why, such as ``nothing merged: too few tokens``, or the
             error of the trial; None if there is neither.
+        done: what was merged and forecast, in words; empty for a run without ToMe.
 
     Raises:
         ValueError: a number is not finite, or a time is not positive.
@@ -65,6 +66,7 @@ class Measured:
     unpatched: float
     change: float
     obstacle: str | None = None
+    done: str = ""
 
     def __post_init__(self) -> None:
         numbers = self.seconds, self.unpatched, self.change

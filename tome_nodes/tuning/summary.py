@@ -116,4 +116,5 @@ def _wished(wish: Wish) -> str:
 def _line(name: str, measured: Measured) -> str:
     if measured.obstacle is not None:
         return f"{name}: {measured.obstacle}"
-    return f"{name}: {measured.speed:.2f} times as fast, change {measured.change:.3f}"
+    done = f" ({measured.done})" if measured.done else ""
+    return f"{name}: {measured.speed:.2f} times as fast, change {measured.change:.3f}{done}"

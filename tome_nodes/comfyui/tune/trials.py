@@ -22,6 +22,7 @@ from comfy.utils import ProgressBar
 from torch import Tensor
 
 from ...ops.clock import Clock
+from ...report import log_line
 from ...tuning.search import Measured
 from .. import attachment
 
@@ -95,7 +96,8 @@ class Trials:
         if steps == 1 < self.steps:
             # Its only step includes work that is done once; the unpatched step does not.
             seconds = min(seconds, unpatched)
-        return Measured(seconds / self.steps, unpatched, change, _obstacle(model))
+        obstacle, done = _outcome(model)
+        return Measured(seconds / self.steps, unpatched, change, obstacle, done)
 
     @cached_property
     def _unpatched(self) -> tuple[Tensor, list[float]]:
@@ -159,14 +161,18 @@ def _whole(times: list[float]) -> float:
     return sum(others) + min(first, max(others, default=first))
 
 
-def _obstacle(model: ModelPatcher) -> str | None:
-    """What did not happen in the last run of a model and why; None if all is well."""
+def _outcome(model: ModelPatcher) -> tuple[str | None, str]:
+    """What did not happen in the last run of a model and why, None if all is well, and what did."""
     if not attachment.is_attached(model):
-        return None
+        return None, ""
     run = attachment.last_run(model)
     if run is None:
-        return "nothing was done: another node answers in place of the model; remove one of the two"
-    return run.nothing or (run.stopped and f"merging stopped: {run.stopped}")
+        return (
+            "nothing was done: another node answers in place of the model; remove one of the two",
+            "",
+        )
+    stopped = None if run.stopped is None else f"merging stopped: {run.stopped}"
+    return run.nothing or stopped, log_line.done(run.counts)
 
 
 def _failed(unpatched: float, error: str) -> Measured:
