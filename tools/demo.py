@@ -160,7 +160,7 @@ def _introduce(arguments: argparse.Namespace, shrink: bool) -> None:
         print("Checkpoint: random weights, so the images are noise; --checkpoint takes a real one")
     if shrink:
         print(
-            f"Device:     cpu, so {CPU_STEPS} step in each pass, none of which is skipped; --full runs all"
+            f"Device:     cpu, so {CPU_STEPS} step in each pass and none to skip; --full runs all"
         )
     else:
         print(f"Device:     {arguments.device}")

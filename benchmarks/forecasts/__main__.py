@@ -62,7 +62,7 @@ UNET_AXES: dict[str, Sequence[Any]] = {
     **AXES,
     "sampler": (
         *("euler", "euler_ancestral", "ddim", "ddpm", "dpmpp_2m", "res_multistep"),
-        *("er_sde", "dpmpp_2m_sde"),
+        *("uni_pc", "lcm", "er_sde", "dpmpp_2m_sde"),
     ),
     "steps": (12, 16, 20, 30),
     "situation": tuple(

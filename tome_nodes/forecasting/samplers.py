@@ -63,7 +63,6 @@ SAMPLERS: Mapping[str, Sampler] = {
     "res_multistep": _LOOKS_BACK,
     "sa_solver": Sampler(8, corrects=False, on_unets=False),
     "uni_pc": _ON_LONG_UNETS,
-    "dpmpp_2m_sde": _ON_LONG_UNETS,
     "lcm": _ON_LONG_UNETS,
 }
 """The samplers under which forecasts hold (benchmarks/FIDELITY.md), by the names of ComfyUI's
