@@ -24,8 +24,8 @@ from tome_nodes.comfyui.models.unet import UNET  # noqa: E402
 from tome_nodes.forecasting.samplers import SAMPLERS  # noqa: E402
 from tome_nodes.forecasting.steps import is_even, log_snrs, steps_that_run  # noqa: E402
 from tome_nodes.merging.plan import Grid  # noqa: E402
-from tome_nodes.patching.blocks import Observer, PatchedModel  # noqa: E402
-from tome_nodes.patching.evaluation import LEAST_SAVED  # noqa: E402
+from tome_nodes.patching.evaluation import Observer  # noqa: E402
+from tome_nodes.patching.model import LEAST_SAVED, PatchedModel  # noqa: E402
 from tome_nodes.settings.config import ToMeConfig  # noqa: E402
 from tome_nodes.settings.presets import settings_of  # noqa: E402
 from tome_nodes.strategies import strategy_class  # noqa: E402

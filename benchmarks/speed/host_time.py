@@ -41,13 +41,10 @@ from benchmarks.speed.figures import grid, spread  # noqa: E402
 from benchmarks.speed.measure import Operators, Subject, merged_blocks  # noqa: E402
 from benchmarks.speed.record import Record, say  # noqa: E402
 from tome_nodes.comfyui.attachment import attach  # noqa: E402
-from tome_nodes.comfyui.merging_run import KEY  # noqa: E402
+from tome_nodes.comfyui.merging_part import KEY  # noqa: E402
 from tome_nodes.ops import triton as kernels  # noqa: E402
-from tome_nodes.patching import (  # noqa: E402
-    blocks,
-    engine,
-    evaluation,
-)
+from tome_nodes.patching import engine  # noqa: E402
+from tome_nodes.patching import model as patched_model  # noqa: E402
 from tome_nodes.patching.key_weights import Capabilities  # noqa: E402
 from tome_nodes.settings.config import ToMeConfig  # noqa: E402
 from tome_nodes.settings.presets import settings_of  # noqa: E402
@@ -206,8 +203,8 @@ def unlaunched() -> Iterator[list[_Unlaunched]]:
 
         capable = Capabilities(flash=True, cudnn=True)
         for module, name, value in (
-            (blocks, "LEAST", 1),
-            (evaluation, "LEAST_SAVED", 0.0),
+            (patched_model, "LEAST", 1),
+            (patched_model, "LEAST_SAVED", 0.0),
             (engine, "resolve", resolve),
             (engine, "capabilities", lambda *_: capable),
             (kernels, "TRITON", replace(kernels.TRITON, match_windows=valid)),

@@ -10,13 +10,13 @@ import torch.nn.functional as F
 @pytest.fixture(scope="module", autouse=True)
 def small_maps_are_worth_merging():
     """Tiny models are fed maps of few tokens, and merge them whatever that saves."""
-    from tome_nodes.patching import blocks, evaluation
+    from tome_nodes.patching import model as patched_model
     from tome_nodes.report import pages
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (blocks, pages):
+        for module in (patched_model, pages):
             patch.setattr(module, "LEAST", 256)
-        patch.setattr(evaluation, "LEAST_SAVED", 0.0)
+        patch.setattr(patched_model, "LEAST_SAVED", 0.0)
         yield
 
 

@@ -8,7 +8,7 @@ from models.comfyui import KINDS, sample
 from tome_nodes.comfyui.advice import scheduler_instead
 from tome_nodes.comfyui.attachment import attach, last_run
 from tome_nodes.forecasting import forecasts
-from tome_nodes.patching import blocks, evaluation
+from tome_nodes.patching import model as patched_model
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.presets import settings_of
 
@@ -22,7 +22,7 @@ LONGER = "take 20 steps, of which 8 are skipped"
 
 @pytest.fixture(autouse=True)
 def real_sizes(monkeypatch):
-    monkeypatch.setattr(blocks, "LEAST", 768)
+    monkeypatch.setattr(patched_model, "LEAST", 768)
 
 
 @pytest.fixture
@@ -101,8 +101,8 @@ def test_where_nothing_helps_the_line_says_so(models, never_settled, given):
 @pytest.mark.parametrize(("least", "has_fast"), [(0.1, True), (0.9, False)])
 @pytest.mark.parametrize("sampler", ["dpmpp_3m_sde", "deis"])
 def test_fast_is_advised_only_if_it_saves_enough(models, monkeypatch, sampler, least, has_fast):
-    monkeypatch.setattr(blocks, "LEAST", 64)
-    monkeypatch.setattr(evaluation, "LEAST_SAVED", least)
+    monkeypatch.setattr(patched_model, "LEAST", 64)
+    monkeypatch.setattr(patched_model, "LEAST_SAVED", least)
     given = {"kind": "sdxl", "size": (32, 32), "sampler": sampler, "steps": 20}
     idle = run(models, **given)
     fast = run(models, **{**given, "preset": "fast"})

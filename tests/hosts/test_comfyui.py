@@ -26,9 +26,10 @@ from safetensors.torch import load_file
 from torch._dynamo.testing import CompileCounter
 
 from tome_nodes import reasons
-from tome_nodes.comfyui import attachment, merging_run
+from tome_nodes.comfyui import attachment, merging_part
 from tome_nodes.comfyui.attachment import attach, detach, last_run
-from tome_nodes.comfyui.merging_run import MergingRun, noise_level
+from tome_nodes.comfyui.merging_part import noise_level
+from tome_nodes.comfyui.step_count import StepCount
 from tome_nodes.merging.plan import Grid, Plan
 from tome_nodes.ops.clock import Clock
 from tome_nodes.patching import engine, key_weights
@@ -336,7 +337,6 @@ def test_a_later_block_without_self_attention_is_not_counted():
         comfyui.sample(patched, UNETS["sdxl"], (24, 32), steps=1)
         counts = last_run(patched).counts
         assert counts.merged_blocks == 7
-        assert counts.most_common_reason == reasons.ATTENTION_REPLACED
 
 
 @pytest.mark.parametrize(
@@ -435,7 +435,7 @@ def reads(monkeypatch):
         levels.append(noise_level(t))
         return levels[-1]
 
-    monkeypatch.setattr(merging_run, "noise_level", read)
+    monkeypatch.setattr(merging_part, "noise_level", read)
     return levels
 
 
@@ -474,12 +474,12 @@ def test_what_a_sampler_says_of_its_steps_is_used_only_if_it_is_in_order(sd15, m
     steps = last_run(model).counts.merged_steps
     levels = reads(monkeypatch)
 
-    class Odd(MergingRun):
+    class Odd(StepCount):
         def watching(self, callback):
             own = super().watching(None)
             return lambda step, *others: own(said(step), *others)
 
-    monkeypatch.setattr(attachment, "MergingRun", Odd)
+    monkeypatch.setattr(attachment, "StepCount", Odd)
     assert torch.equal(sample(model, steps=4), expected)
     assert last_run(model).counts.merged_steps == steps
     assert len(levels) > 1

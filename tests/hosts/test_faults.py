@@ -17,8 +17,8 @@ import tome_nodes
 from tome_nodes import reasons
 from tome_nodes.comfyui.attachment import attach
 from tome_nodes.merging.plan import Plan
-from tome_nodes.patching import evaluation
-from tome_nodes.patching.blocks import Block
+from tome_nodes.patching import model_run
+from tome_nodes.patching.block import Block
 from tome_nodes.strategies.cells import CellStrategy
 
 STAGES = {
@@ -184,7 +184,7 @@ def test_a_model_whose_compiler_makes_no_more_graphs_merges_uncompiled_and_says_
     shallow, fresh_compiler, monkeypatch, log_messages, fullgraph
 ):
     # The model is that of other tests.
-    monkeypatch.setattr(evaluation, "_said", WeakSet())
+    monkeypatch.setattr(model_run, "_said", WeakSet())
     graphs, patched = CompileCounter(), attach(shallow, merging())
     sizes = (16, 16), (16, 20), (24, 24)
     expected = [sample(patched, size) for size in sizes]

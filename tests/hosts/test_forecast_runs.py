@@ -14,7 +14,7 @@ from models.comfyui import AURA_FLOW, KINDS, TINY, build_class, conditioning, sa
 
 from benchmarks.fidelity import rivals
 from tome_nodes import reasons
-from tome_nodes.comfyui import comfy_compiler, forecast_run
+from tome_nodes.comfyui import comfy_compiler, forecast_part
 from tome_nodes.comfyui.attachment import attach, is_attached, last_run
 from tome_nodes.forecasting import forecasts
 from tome_nodes.forecasting.samplers import SAMPLERS
@@ -160,7 +160,7 @@ def test_a_run_that_cannot_be_forecast_is_the_plain_one(flux, log_messages, step
 def test_a_run_shows_what_a_sampler_does_whatever_its_name(
     flux, log_messages, monkeypatch, sampler, why
 ):
-    monkeypatch.setattr(forecast_run, "SAMPLERS", {sampler: SAMPLERS["euler"]})
+    monkeypatch.setattr(forecast_part, "SAMPLERS", {sampler: SAMPLERS["euler"]})
     result = sampled(attach(flux, configured()), sampler=sampler)
     assert torch.equal(result, sampled(flux, sampler=sampler))
     assert log_messages() == [f"[ToMe] nothing was forecast: {why}"]

@@ -11,7 +11,7 @@ from models.pipelines import call, make_unet
 import tome_nodes
 from tome_nodes.comfyui.attachment import attach
 from tome_nodes.comfyui.nodes import ToMePatchModel
-from tome_nodes.patching import blocks
+from tome_nodes.patching import model as patched_model
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.options import OptionError
 from tome_nodes.settings.presets import CUSTOM, FREE, PRESETS, settings_of
@@ -64,7 +64,7 @@ def test_the_node_runs_the_preset(sd15, preset):
 @pytest.fixture
 def large_maps(monkeypatch):
     """Maps that are large in fact would take a minute."""
-    for module in (cells, blocks):
+    for module in (cells, patched_model):
         monkeypatch.setattr(module, "LARGE", 16 * 16)
 
 

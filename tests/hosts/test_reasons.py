@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tome_nodes import reasons
-from tome_nodes.comfyui import merging_run
+from tome_nodes.comfyui import step_count
 from tome_nodes.comfyui.attachment import attach, last_run
 from tome_nodes.report.pages import in_words
 from tome_nodes.settings.config import ToMeConfig
@@ -116,20 +116,20 @@ def test_a_second_pass_that_begins_behind_end_percent_says_where_it_begins(
 def test_a_gpu_that_waits_for_its_cpu_is_named(models, caplog, monkeypatch, idle, waits):
     """No GPU is there, so what it would say stands in."""
     caplog.set_level("INFO", logger="tome_nodes")
-    monkeypatch.setattr(merging_run, "GPUS", {"cpu", "cuda"})
+    monkeypatch.setattr(step_count, "GPUS", {"cpu", "cuda"})
     order = []
 
     def asked(device):
         order.append("asked")
         return idle.pop()
 
-    class Marked(merging_run.Clock):
+    class Marked(step_count.Clock):
         def now(self):
             order.append("marked")
             return super().now()
 
-    monkeypatch.setattr(merging_run, "has_nothing_to_do", asked)
-    monkeypatch.setattr(merging_run, "Clock", Marked)
+    monkeypatch.setattr(step_count, "has_nothing_to_do", asked)
+    monkeypatch.setattr(step_count, "Clock", Marked)
     run(models, "sd15", merging(), steps=3)
     assert not idle and (reasons.GPU_WAITS in caplog.messages[-1]) == waits
     # A mark is work for the GPU, so it comes after the question.

@@ -10,7 +10,7 @@ from common import BACKEND, relative_error
 from host import compiled, merging, sample
 from torch._dynamo.testing import CompileCounter
 
-from tome_nodes.comfyui import run_report
+from tome_nodes.comfyui import model_report
 from tome_nodes.comfyui.attachment import attach, is_attached, last_run
 from tome_nodes.merging.plan import Grid
 from tome_nodes.report import log_line
@@ -105,8 +105,8 @@ def test_a_compiled_model_is_recorded_without_times_in_one_graph(sd15, fresh_com
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        *((None, "on_step"), (Recorder, "evaluated"), (Recorder, "finish")),
-        *((log_line, "log_line"), (run_report, "LastRun")),
+        *((None, "on_step"), (Recorder, "note"), (Recorder, "finish")),
+        *((log_line, "log_line"), (model_report, "RunRecord")),
     ],
 )
 def test_an_error_in_what_is_told_of_a_run_loses_no_picture(sd15, monkeypatch, caplog, owner, name):
@@ -134,7 +134,7 @@ def test_the_report_of_a_run_whose_recorder_failed_has_its_counts(sd15, monkeypa
     def broken(*args):
         raise OSError("the disk is full")
 
-    monkeypatch.setattr(Recorder, "evaluated", broken)
+    monkeypatch.setattr(Recorder, "note", broken)
     run, _ = recorded(sd15)
     assert run.counts.merged
     page = report_of(run, view)

@@ -10,7 +10,7 @@ from host import merging, sample
 from tome_nodes.comfyui.attachment import attach, last_run
 from tome_nodes.report import drawing
 from tome_nodes.report.pages import hint_for, in_words, report_of
-from tome_nodes.report.recording import Block
+from tome_nodes.report.recording import BlockRecord
 from tome_nodes.settings.options import VIEW
 
 
@@ -64,7 +64,10 @@ def test_maps_are_of_the_level_and_step_asked_for(run):
 def test_the_chart_has_the_tokens_and_the_time_of_each_block(run, monkeypatch):
     drawn = []
     monkeypatch.setattr(drawing, "bars", lambda *args: drawn.append(args))
-    blocks = {"a.transformer_blocks.0": Block(256, 128, 0.0204), "b": Block(64, 64, 0.5)}
+    blocks = {
+        "a.transformer_blocks.0": BlockRecord(256, 128, 0.0204),
+        "b": BlockRecord(64, 64, 0.5),
+    }
     for times in True, False:
         if not times:
             blocks = {name: replace(block, seconds=None) for name, block in blocks.items()}

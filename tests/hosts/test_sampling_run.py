@@ -12,7 +12,7 @@ from test_forecast_runs import seen
 
 from tome_nodes.comfyui.attachment import attach, last_run
 from tome_nodes.forecasting import forecasts
-from tome_nodes.patching import evaluation
+from tome_nodes.patching import model as patched_model
 from tome_nodes.report.pages import in_words
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.presets import settings_of
@@ -63,7 +63,7 @@ def test_fast_merges_and_forecasts_in_one_run(unet, log_messages, run, sampler):
 def test_a_lossless_plan_leaves_what_forecasts_alone_make(unet, monkeypatch, run):
     merged = run(attach(unet, configured(), Shuffle))
     # Where it would save too little, nothing merges, and steps are forecast all the same.
-    monkeypatch.setattr(evaluation, "LEAST_SAVED", 1.0)
+    monkeypatch.setattr(patched_model, "LEAST_SAVED", 1.0)
     patched = attach(unet, configured())
     alone = run(patched)
     assert not last_run(patched).counts.merged
@@ -148,12 +148,12 @@ def test_an_error_in_what_is_shown_of_a_forecast_loses_no_picture(models, log_me
 def test_an_error_in_the_record_of_a_forecast_loses_no_picture(models, log_messages, monkeypatch):
     flux, expected = models("flux"), None
     expected = sample(attach(flux, configured()), TINY["flux"], steps=8)
-    from tome_nodes.comfyui import forecast_run
+    from tome_nodes.comfyui import forecast_part
 
     def broken(*args, **kwargs):
         raise ValueError("no ink")
 
-    monkeypatch.setattr(forecast_run, "gain_of", broken)
+    monkeypatch.setattr(forecast_part, "gain_of", broken)
     assert torch.equal(sample(attach(flux, configured()), TINY["flux"], steps=8), expected)
     assert log_messages()[-1] == "[ToMe] the report of this run is missing: ValueError: no ink"
 

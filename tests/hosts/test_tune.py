@@ -47,7 +47,7 @@ def timed(models):
 @pytest.fixture
 def timed_unet(sd15, monkeypatch):
     # Its only level is one whose stacks fast would spare, so both presets would change as much.
-    name = "tome_nodes.patching.merge_modules.merges_only_keys"
+    name = "tome_nodes.patching.unet_block.merges_only_keys"
     monkeypatch.setattr(name, lambda config, *_: config.grows and config.scope == "module")
     # Its time is that of its evaluations.
     monkeypatch.setattr("tome_nodes.comfyui.attachment.forecasts_unet", lambda *_: False)

@@ -13,8 +13,9 @@ from tome_nodes import reasons
 from tome_nodes.comfyui.attachment import attach
 from tome_nodes.comfyui.models.unet import UNET
 from tome_nodes.merging.plan import Grid
-from tome_nodes.patching import evaluation
-from tome_nodes.patching.blocks import Observer, PatchedModel
+from tome_nodes.patching import model as patched_model
+from tome_nodes.patching.evaluation import Observer
+from tome_nodes.patching.model import PatchedModel
 from tome_nodes.pytorch.diffusers_unets import DiffusersUNets
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.presets import settings_of
@@ -42,7 +43,8 @@ def multiplications(model, kind, size):
 
 
 def work_of(record, network):
-    return record.work(PatchedModel(ToMeConfig(), record, network, Observer()))
+    patched = PatchedModel(ToMeConfig(), record, network, Observer())
+    return record.work(network, patched.blocks)
 
 
 @pytest.mark.parametrize("kind", ["sd15", "sdxl", "sd2"])
@@ -72,7 +74,7 @@ def test_the_work_that_merging_saves(models, kind, settings):
     patched = PatchedModel(config, UNET, model.model.diffusion_model, Observer())
     plain = multiplications(model, kind, LARGER)
     ideal = multiplications(attach(model, config, IdealStrategy), kind, LARGER)
-    saved = patched.saved(latent) * UNET.work(patched).of(latent)
+    saved = patched.saved(latent) * UNET.work(patched.model, patched.blocks).of(latent)
     assert saved == pytest.approx(plain - ideal, rel=1e-9)
     assert saved > 0
 
@@ -101,7 +103,7 @@ def test_the_work_that_a_preset_saves_at_any_size(models, kind, preset, size):
     merged = multiplications(attached, kind, size)
     # Of two runs that make the same plans, twice the first less the second counted, halved.
     merged -= sum(making) / 4
-    saved = patched.saved(Grid(*size)) * UNET.work(patched).of(Grid(*size))
+    saved = patched.saved(Grid(*size)) * UNET.work(patched.model, patched.blocks).of(Grid(*size))
     assert saved == pytest.approx(plain - merged, rel=1e-9)
     assert saved > 0
 
@@ -126,7 +128,7 @@ def test_the_work_of_a_unet_of_diffusers():
 def test_a_preset_that_saves_next_to_nothing_merges_nothing(
     sd15, log_messages, monkeypatch, least, merges
 ):
-    monkeypatch.setattr(evaluation, "LEAST_SAVED", least)
+    monkeypatch.setattr(patched_model, "LEAST_SAVED", least)
     config = ToMeConfig(**settings_of("balanced", {}))
     patched = attach(sd15, config)
     same = torch.equal(sample_sd15(patched, (16, 16)), sample_sd15(sd15, (16, 16)))

@@ -8,15 +8,17 @@ from torch import nn
 from torch.nn import Linear
 
 from tome_nodes.merging.plan import Grid
-from tome_nodes.patching.blocks import Observer, Stack, deepest_level
-from tome_nodes.patching.evaluation import Run
-from tome_nodes.patching.merge_modules import UNetRecord
-from tome_nodes.patching.schedule import Moment, step_index
+from tome_nodes.patching.evaluation import Observer
+from tome_nodes.patching.model import deepest_level
+from tome_nodes.patching.model_run import ModelRun
+from tome_nodes.patching.schedule import MergingStep, step_index
+from tome_nodes.patching.stack import Stack
+from tome_nodes.patching.unet import UNetRecord
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.strategies import make_strategy
 
 GRID = Grid(4, 4)
-NOW = Moment(0, 0.0, 0, is_active=True)
+NOW = MergingStep(0, 0.0, 0, is_active=True)
 
 
 class Block(nn.Module):
@@ -53,15 +55,14 @@ class Merging(Observer):
     def __init__(self, **settings):
         self.results, self.model = [], nn.Sequential(Block(), Block()).double()
         config = ToMeConfig(ratio=0.5, min_tokens=1, **settings)
-        self.run = Run(config, TOY, self.model, make_strategy, self)
+        self.run = ModelRun(config, TOY, self.model, make_strategy, self)
 
-    def evaluated(self, result):
+    def note(self, result):
         self.results.append(result)
 
     @torch.no_grad()
-    def __call__(self, moment=NOW, obstacle=None):
-        with self.run.evaluation(moment, GRID, X.device, X.dtype, obstacle):
-            return self.model(X)
+    def __call__(self, step=NOW, obstacle=None):
+        return self.run.evaluate(lambda: self.model(X), step, GRID, X.device, X.dtype, obstacle)
 
     def has_overrides(self):
         return any("forward" in vars(module) for module in self.model.modules())
@@ -77,7 +78,7 @@ def test_the_outcome_of_each_block_is_reported(evaluate):
     evaluate(replace(NOW, is_active=False))
     evaluate(obstacle="it may not")
     first, inactive, hindered = evaluate.results
-    merged = [(block.block, block.before, block.after) for block in first.merged]
+    merged = [(*block.blocks, block.before, block.after) for block in first.merged]
     assert merged == [("blocks.0", 16, 8), ("blocks.1", 16, 8)]
     assert inactive.merged == hindered.merged == []
     assert "covers no step" in inactive.reason and not inactive.is_active

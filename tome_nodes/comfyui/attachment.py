@@ -1,10 +1,9 @@
 """Attach the pack to a ComfyUI model, and take it off again.
 
-A patched model is a clone with wrappers under our key. In a UNet, tokens merge
-(:mod:`tome_nodes.comfyui.merging_run`) and steps are forecast
-(:mod:`tome_nodes.comfyui.forecast_run`); in any other model, steps are forecast unless the settings
-say to merge. Weights, patch lists and the source model are not touched, so LoRA, saving, model
-merging and other nodes' patches work as before.
+A patched model is a clone with wrappers under our key. In a UNet, tokens merge and steps are
+forecast; in any other model, steps are forecast unless the settings say to merge. Weights, patch
+lists and the source model are not touched, so LoRA, saving, model merging and other nodes' patches
+work as before.
 """
 
 import logging
@@ -17,16 +16,17 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP, WrapperExecutor, WrappersMP
 from torch import Tensor, nn
 
-from ..patching.blocks import uncompiled
 from ..patching.engine import MakeStrategy
-from ..report.last_run import LastRun
+from ..patching.model import uncompiled
+from ..report.run_record import RunRecord
 from ..settings.config import ToMeConfig
 from ..strategies import make_strategy
 from . import host_checks, run_log, workflow
-from .forecast_run import ForecastRun, forecasts_unet, function_of
-from .merging_run import KEY, MergingRun, apply_model
+from .forecast_part import ForecastPart, forecasts_unet, function_of
+from .merging_part import KEY, MergingPart, apply_model
 from .models import check_forecasts, is_of_video, is_unet, record_of
 from .sampling_run import SamplingRun, guarded
+from .step_count import StepCount
 
 # Not ``__name__``: ComfyUI names the package after its folder.
 log = logging.getLogger("tome_nodes")
@@ -108,7 +108,7 @@ def is_attached(model: ModelPatcher) -> bool:
     return _attachment(model) is not None
 
 
-def last_run(model: ModelPatcher, samplers: Set[str] | None = None) -> LastRun | None:
+def last_run(model: ModelPatcher, samplers: Set[str] | None = None) -> RunRecord | None:
     """The last run of a patched model or of a clone of it, None if there was none.
 
     Args:
@@ -167,7 +167,7 @@ class _Attachment:
     wants_details: Callable[[], bool] | None
     is_quiet: bool
     merges: bool
-    runs: dict[str | None, LastRun] = field(default_factory=dict)
+    runs: dict[str | None, RunRecord] = field(default_factory=dict)
     running: int = 0
 
     def pre_run(self, patcher: ModelPatcher) -> None:
@@ -187,11 +187,7 @@ class _Attachment:
         """Wrap one sampling run."""
         guider = executor.class_obj
         given = {name: _argument(name, args, kwargs) for name in _ARGUMENTS}
-        forecasting = self._forecasting(guider, given)
-        if self._is_short(given):
-            run = SamplingRun(None, self._merging(given), idle=forecasting)
-        else:
-            run = SamplingRun(forecasting, self._merging(given) if self.merges else None)
+        run = self._run_of(guider, given)
         others = {name: value for name, value in kwargs.items() if name not in given}
         with self._kept() as keep, run.installed(guider.model_options):
             given["callback"] = run.watching(given["callback"])
@@ -199,40 +195,40 @@ class _Attachment:
             keep(run)
         return result
 
-    def _merging(self, given: Mapping[str, Any]) -> MergingRun:
-        return MergingRun(
-            self.config,
-            self.make_strategy,
-            self.on_step,
-            self.wants_details is not None and self.wants_details(),
-            function_of(given["sampler"]),
-        )
+    def _run_of(self, guider: Any, given: Mapping[str, Any]) -> SamplingRun:
+        """A sampling run with some arguments of ``CFGGuider.outer_sample``."""
+        config, schedule = self.config, given["sigmas"].tolist()
+        sampler = function_of(given["sampler"])
+        is_short = self.merges and not forecasts_unet(config, len(schedule) - 1)
+        may_forecast = self._may_forecast(guider)
+        steps = StepCount(schedule, sampler, reads_levels=may_forecast and not is_short)
+        merging = forecasting = None
+        if self.merges:
+            with_details = self.wants_details is not None and self.wants_details()
+            merging = MergingPart(config, self.make_strategy, self.on_step, with_details, steps)
+        if may_forecast:
+            forecasting = ForecastPart(
+                *(config, guider, sampler, steps),
+                starts_empty=is_empty(given["latent_image"]),
+                is_unet=is_unet(_network(guider.model_patcher)),
+                on_step=guarded(self.on_step),
+            )
+        if is_short:
+            return SamplingRun(steps, None, merging, idle=forecasting)
+        return SamplingRun(steps, forecasting, merging)
 
-    def _forecasting(self, guider: Any, given: Mapping[str, Any]) -> ForecastRun | None:
-        """What forecasts steps of a run; None if the settings or the model rule that out."""
+    def _may_forecast(self, guider: Any) -> bool:
+        """Whether the settings and the model allow forecasts of a run."""
+        if not self.merges:
+            return True
         config, network = self.config, _network(guider.model_patcher)
-        has_unet = is_unet(network)
-        if self.merges and not (
-            has_unet
+        return (
+            is_unet(network)
             and config.forecast
             and config.ratio > 0
             and not is_of_video(network)
             and host_checks.changed_for_forecasts(guider.model_patcher) is None
-        ):
-            return None
-        return ForecastRun(
-            config,
-            guider,
-            given["sampler"],
-            given["sigmas"],
-            is_empty(given["latent_image"]),
-            has_unet,
-            guarded(self.on_step),
         )
-
-    def _is_short(self, given: Mapping[str, Any]) -> bool:
-        """Whether a run is too short for the settings to forecast steps of it beside merging."""
-        return self.merges and not forecasts_unet(self.config, len(given["sigmas"]) - 1)
 
     @contextmanager
     def _kept(self) -> Iterator[Callable[[SamplingRun], None]]:
@@ -241,11 +237,11 @@ class _Attachment:
         self.runs.pop(node, None)
 
         def keep(run: SamplingRun) -> None:
-            last_runs = run.finish()
-            if last_runs:
-                self.runs[node] = last_runs[0]
+            records = run.finish()
+            if records:
+                self.runs[node] = records[0]
             if not self.is_quiet:
-                run_log.note(last_runs)
+                run_log.note(records)
 
         self.running += 1
         try:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from comfy_execution.progress import NodeProgressState, ProgressHandler, get_progress_state
 from comfy_execution.utils import get_executing_context
 
-from ..report.last_run import LastRun
+from ..report.run_record import RunRecord
 from . import workflow
 
 log = logging.getLogger("tome_nodes")
@@ -14,7 +14,7 @@ log = logging.getLogger("tome_nodes")
 _NAME = "tome_nodes"
 
 
-def note(last_runs: Sequence[LastRun]) -> None:
+def note(last_runs: Sequence[RunRecord]) -> None:
     """Log some runs that have ended: at the end of the running node, or now if there is none.
 
     An error never stops the sampling; it is logged.
@@ -25,7 +25,7 @@ def note(last_runs: Sequence[LastRun]) -> None:
         log.warning("[ToMe] the line of this run is missing: %s: %s", type(error).__name__, error)
 
 
-def _note(last_runs: Sequence[LastRun]) -> None:
+def _note(last_runs: Sequence[RunRecord]) -> None:
     context = get_executing_context()
     if context is None:
         for last in last_runs:
@@ -48,9 +48,9 @@ class _Runs(ProgressHandler):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self._runs: dict[str, dict[str, tuple[int, LastRun]]] = {}
+        self._runs: dict[str, dict[str, tuple[int, RunRecord]]] = {}
 
-    def add(self, node: str, last: LastRun) -> None:
+    def add(self, node: str, last: RunRecord) -> None:
         """Add a run of a node."""
         runs = self._runs.setdefault(node, {})
         alike, _ = runs.get(last.line, (0, None))

@@ -12,10 +12,11 @@ from typing import Any
 
 from comfy.model_management import InterruptProcessingException
 
-from ..report.last_run import LastRun
-from .forecast_run import ForecastRun
-from .merging_run import MergingRun
-from .run_report import warn
+from ..report.run_record import RunRecord
+from .forecast_part import ForecastPart
+from .merging_part import MergingPart
+from .model_report import warn
+from .step_count import StepCount
 
 Callback = Callable[..., Any]
 
@@ -25,15 +26,17 @@ class SamplingRun:
 
     def __init__(
         self,
-        forecasting: ForecastRun | None,
-        merging: MergingRun | None,
-        idle: ForecastRun | None = None,
+        steps: StepCount,
+        forecasting: ForecastPart | None,
+        merging: MergingPart | None,
+        idle: ForecastPart | None = None,
     ):
-        """Prepare a run.
+        """Prepare a run whose steps are counted by ``steps``.
 
         ``idle`` is the forecasting part where the settings leave the steps of this run alone; it
         only knows what would change that.
         """
+        self._steps = steps
         self._forecasting = forecasting
         self._merging = merging
         self._idle = idle
@@ -48,15 +51,11 @@ class SamplingRun:
                 parts.enter_context(self._forecasting.installed())
             yield
 
-    def watching(self, callback: Callback | None) -> Callback | None:
+    def watching(self, callback: Callback | None) -> Callback:
         """The callback of the sampler, which calls it in every step, after the step's answer."""
-        if self._merging is not None:
-            callback = self._merging.watching(callback)
-        if self._forecasting is not None:
-            callback = self._forecasting.counting(callback)
-        return callback
+        return self._steps.watching(callback)
 
-    def finish(self) -> list[LastRun]:
+    def finish(self) -> list[RunRecord]:
         """The records of the run, one for each class of model; none if nothing was sampled.
 
         An error, which is logged, never costs the picture.
@@ -67,17 +66,15 @@ class SamplingRun:
             warn("the report of this run is missing", error)
             return []
 
-    def _records(self) -> list[LastRun]:
+    def _records(self) -> list[RunRecord]:
         forecasting, merging = self._forecasting, self._merging
         if merging is None:
             return [] if forecasting is None else forecasting.finish()
         if forecasting is None:
             remedy = None if self._idle is None else self._idle.remedy
-            return [replace(last, remedy=remedy) for last in merging.finish()]
-        steps = forecasting.forecasts.steps
-        # A forecast step has no evaluation in which merging could take its time.
-        last_runs = merging.finish(steps, forecasting.begun)
-        return [replace(last, unforecast=forecasting.reason) for last in last_runs]
+            return [replace(record, remedy=remedy) for record in merging.finish()]
+        records = merging.finish(forecasting.forecasts.steps)
+        return [replace(record, unforecast=forecasting.reason) for record in records]
 
 
 def guarded(on_step: Callable[[str], None] | None) -> Callable[[str], None] | None:

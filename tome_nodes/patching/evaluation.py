@@ -1,220 +1,169 @@
-"""How every evaluation of a model runs, in any host.
+"""One evaluation of a model: its state while it goes on, and what it did."""
 
-First it is decided whether to merge, on which device, at which ratio and with which random picks.
-Then the overrides go on, the model runs, the overrides come off, and the observer gets the result.
-"""
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from threading import RLock
-from typing import TypeVar
-from weakref import WeakKeyDictionary, WeakSet
-
-import torch
 from torch import nn
 
 from .. import reasons
-from ..merging.plan import Grid
-from ..ops.random_picks import step_key
+from ..merging.plan import Grid, Plan
 from ..settings.config import ToMeConfig
-from .blocks import Evaluated, Evaluation, ModelRecord, Observer, Outcome, PatchedModel
-from .compiling import has_no_more_graphs, with_graphs_so_far
-from .engine import Engine, MakeStrategy, first_line, make_engine
-from .schedule import Moment, ratio_at
-
-log = logging.getLogger("tome_nodes")
-
-Result = TypeVar("Result")
-
-LEAST_SAVED = 0.05
-"""Where a preset saves a smaller share of an evaluation's work, nothing merges: it would cost about
-as much time as it saves."""
-
-_locks: WeakKeyDictionary[nn.Module, RLock] = WeakKeyDictionary()
-"""What a thread holds while it evaluates a model; evaluations may be nested."""
-
-_said: WeakSet[nn.Module] = WeakSet()
-"""The models of which it was said that the compiler makes no more graphs."""
+from .engine import Engine
+from .overrides import Forward
 
 
-class Run:
-    """The evaluations of one model in a sampling run.
+@dataclass(eq=False)
+class Evaluation:
+    """The state of one model evaluation.
 
     Attributes:
-        model: the model and its blocks.
-        engine: what merging runs on; None before the first evaluation that may merge.
-        stopped: why nothing merges any more, as a merged evaluation failed and an unmerged one did
-            not; else None.
-        may_compile: whether the compiler of the model may make graphs; False once it has said that
-            it makes no more.
+        engine: makes the plans.
+        ratio: the ratio of the current step.
+        latent: the grid at level 1, of the latent or of the part of it that is evaluated.
+        deepest: how many times smaller than the latent the smallest grid that merges is.
+        may_be_patched: whether other code may patch the inside of blocks; False if the host knows
+            that none does.
+        by_stack: whether a stack whose blocks share a plan is overridden as one: only its first
+            block, its last, and the attentions whose keys merge.
+        is_uncompiled: whether the compiler of the model had no graph for it, and made none.
+        outer: the evaluation of the same model within which it runs; else None.
+    """
+
+    engine: Engine
+    ratio: float
+    latent: Grid
+    deepest: int
+    may_be_patched: bool = True
+    by_stack: bool = False
+    is_uncompiled: bool = False
+    outer: "Evaluation | None" = None
+
+
+@dataclass(eq=False)
+class Outcome:
+    """What one block did in one model evaluation, or all blocks of a stack that ran as one.
+
+    The block writes it while it runs, one attribute at a time, which torch.compile can trace. The
+    observer gets it once the evaluation is over.
+
+    Attributes:
+        blocks: the paths of the blocks within the model.
+        before: number of tokens that entered the block, or its stack if the stack ran as one; 0
+            if none of its attentions was reached.
+        plan: the plan of what merged last; None if nothing merged.
+        grid: the grid for which a plan was to be made; None if none was.
+        reason: why it ran on all tokens; None if it merged or the settings leave it out.
+        left_out: why an attention ran on all tokens although it was to merge, as other code is in
+            the way; None if none did.
+        unweighted_reason: why a merged key weighed only as much as one token; None if it weighed
+            more.
+        is_patched: whether only its modules merged although the scope is stacks, as other code
+            patches the block.
+        has_run: whether the model called it.
+    """
+
+    blocks: tuple[str, ...]
+    before: int = 0
+    plan: Plan | None = None
+    grid: Grid | None = None
+    reason: str | None = None
+    left_out: str | None = None
+    unweighted_reason: str | None = None
+    is_patched: bool = False
+    has_run: bool = False
+
+    def entered(self, tokens: int) -> None:
+        """Note that the block runs, and how many tokens entered it unless something has merged."""
+        self.has_run = True
+        if self.plan is None:
+            self.before = tokens
+
+    def merged(self, tokens: int, plan: Plan) -> None:
+        """Note that something ran on the slots of ``plan`` instead of on ``tokens`` tokens."""
+        self.before, self.plan = tokens, plan
+
+    def complete(self) -> None:
+        """Drop what does not count in the end."""
+        if self.plan is None:
+            self.unweighted_reason, self.is_patched = None, False
+        else:
+            self.reason = None
+
+    @property
+    def after(self) -> int:
+        """The number of tokens on which the block, or the last of its merging modules, ran."""
+        return self.before if self.plan is None else self.plan.slot_count
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """What one model evaluation did.
+
+    Attributes:
+        step: the step of the run that it belongs to.
+        blocks: number of blocks of the model, whether they ran or not.
+        outcomes: the outcomes of the blocks that ran, in the order of the model.
+        reason: why nothing was to merge in the whole evaluation; None if something was.
+        is_active: whether it was to merge: between ``start_percent`` and ``end_percent``.
+    """
+
+    step: int
+    blocks: int
+    outcomes: Sequence[Outcome] = ()
+    reason: str | None = None
+    is_active: bool = True
+
+    @property
+    def merged(self) -> list[Outcome]:
+        """The outcomes of the blocks that merged."""
+        return [outcome for outcome in self.outcomes if outcome.plan is not None]
+
+
+class Observer:
+    """Follows a run; by default, its methods do nothing.
+
+    Attributes:
+        follows_blocks: whether it also follows blocks that cannot merge.
+    """
+
+    follows_blocks = False
+
+    def timed(self, block: str, forward: Forward) -> Forward:
+        """The forward of a block, perhaps wrapped to time it."""
+        return forward
+
+    def note(self, result: Result) -> None:
+        """An evaluation is over; one that raised is not noted."""
+
+
+class ModelState:
+    """What the blocks of a model go by: the settings, and the evaluation that goes on.
+
+    Attributes:
+        model: the model itself.
+        config: the settings.
+        observer: follows the evaluations.
+        shallowest: how many times smaller than the latent the largest grid with blocks is.
+        least_tokens: the smallest grid that merges, in tokens.
+        evaluation: the current evaluation; None between evaluations.
     """
 
     def __init__(
         self,
-        config: ToMeConfig,
-        record: ModelRecord,
         model: nn.Module,
-        make_strategy: MakeStrategy,
+        config: ToMeConfig,
         observer: Observer,
+        shallowest: int,
+        least_tokens: int,
     ):
-        self.model = PatchedModel(config, record, model, observer)
-        self.engine: Engine | None = None
-        self.stopped: str | None = None
-        self.may_compile = True
-        self._may_merge = False
-        self._config = config
-        self._make_strategy = make_strategy
-        self._engines: dict[tuple[torch.device, torch.dtype, bool], Engine] = {}
+        self.model: Any = model
+        self.config = config
+        self.observer = observer
+        self.shallowest = shallowest
+        self.least_tokens = least_tokens
+        self.evaluation: Evaluation | None = None
 
-    def or_unmerged(self, evaluate: Callable[[], Result]) -> Result:
-        """The result of ``evaluate``; the result without merging if that fails for its own reasons.
-
-        These are too little memory, and a compiler of the model that fails on merging. If it only
-        makes no more graphs, the result is that of the graphs so far, or of none.
-
-        Args:
-            evaluate: evaluates the model within :meth:`evaluation`.
-        """
-        if not self.may_compile:
-            return with_graphs_so_far(evaluate)
-        try:
-            return evaluate()
-        except Exception as error:
-            self.may_compile = not has_no_more_graphs(error)
-            why = _why_stopped(error) if self._may_merge and self.may_compile else None
-            if why is None and self.may_compile:
-                raise
-        if why is None:
-            return with_graphs_so_far(evaluate)
-        # Not in the except block, where the traceback keeps the tensors of the evaluation.
-        self.stopped = why
-        try:
-            result = evaluate()
-        except BaseException:
-            self.stopped = None
-            raise
-        log.warning("[ToMe] %s; the rest of this run goes on without merging", why)
-        return result
-
-    @contextmanager
-    def evaluation(
-        self,
-        moment: Moment,
-        latent: Grid,
-        device: torch.device,
-        dtype: torch.dtype,
-        obstacle: str | None = None,
-        is_unpatched: bool = False,
-    ) -> Iterator[None]:
-        """Merge tokens in the model while it is evaluated.
-
-        The observer gets the result, unless the evaluation raised. Threads wait for each other.
-
-        Args:
-            moment: where the evaluation is in its run.
-            latent: the grid at level 1, of the latent or of the part of it that is evaluated.
-            device: the device on which the blocks will run.
-            dtype: the dtype of their tokens.
-            obstacle: why nothing can merge in this evaluation, according to the host; else None.
-            is_unpatched: whether the host knows that no other code patches the inside of blocks.
-        """
-        with _locks.setdefault(self.model.model, RLock()):
-            obstacle = self._obstacle(moment, latent, device, dtype, obstacle)
-            self._may_merge = obstacle is None
-            outcomes: Sequence[Outcome] = ()
-            if obstacle is not None:
-                yield
-            else:
-                evaluation = self._begin(moment, latent, device, is_unpatched)
-                with self._installed(evaluation):
-                    yield
-                    outcomes = self.model.outcomes(evaluation)
-                if evaluation.is_uncompiled:
-                    self._say_uncompiled()
-        blocks = len(self.model.blocks)
-        result = Evaluated(moment.step, blocks, outcomes, obstacle, moment.is_active)
-        self.model.observer.evaluated(result)
-
-    def _say_uncompiled(self) -> None:
-        """Say once of a model that its compiler makes no more graphs."""
-        if self.model.model not in _said:
-            _said.add(self.model.model)
-            log.warning("[ToMe] %s", reasons.NO_MORE_GRAPHS)
-
-    @contextmanager
-    def _installed(self, evaluation: Evaluation) -> Iterator[None]:
-        """Put the overrides on for an evaluation, which may be nested in another."""
-        model = self.model
-        outer, model.evaluation = model.evaluation, evaluation
-        others = None if outer is None else model.overrides(outer)
-        try:
-            with model.overrides(evaluation).installed(others):
-                yield
-        finally:
-            model.forget(evaluation)
-            model.evaluation = outer
-
-    def _obstacle(
-        self,
-        moment: Moment,
-        latent: Grid,
-        device: torch.device,
-        dtype: torch.dtype,
-        obstacle: str | None,
-    ) -> str | None:
-        """Why nothing can merge in an evaluation; None if something perhaps can."""
-        if not moment.is_active:
-            config = self._config
-            return reasons.percents(config.start_percent, config.end_percent, moment.begins)
-        if self.stopped is not None:
-            return self.stopped
-        if obstacle is not None:
-            return obstacle
-        engine = self.engine = self._engine(device, dtype)
-        if engine.error is not None:
-            return reasons.cannot_merge(device, engine.error)
-        model = self.model
-        most = latent.downsampled(model.shallowest).tokens
-        if most < model.least_tokens and not model.observer.follows_blocks:
-            return model.too_few(most)
-        saved = model.saved_by_preset(latent)
-        if saved is not None and saved < LEAST_SAVED:
-            return reasons.saves_little(saved, LEAST_SAVED)
-        return None
-
-    def _begin(
-        self, moment: Moment, latent: Grid, device: torch.device, is_unpatched: bool
-    ) -> Evaluation:
-        config, engine = self._config, self.engine
-        assert engine is not None
-        key = step_key(config.seed, moment.picks)
-        engine.strategy.begin(torch.full((), key, dtype=torch.int64, device=device))
-        ratio = ratio_at(config, moment.progress)
-        model = self.model
-        weighs_stacks = (
-            is_unpatched and not torch.is_grad_enabled() and not model.observer.follows_blocks
-        )
-        return Evaluation(engine, ratio, latent, model.deepest(latent), is_unpatched, weighs_stacks)
-
-    def _engine(self, device: torch.device, dtype: torch.dtype) -> Engine:
-        # Kernels give no gradients.
-        place = device, dtype, torch.is_grad_enabled()
-        if place not in self._engines:
-            engine = make_engine(self._config, self._make_strategy, device, dtype)
-            if self._config.proportional_attn:
-                engine.ways.prepare(self.model.attentions())
-            self._engines[place] = engine
-        return self._engines[place]
-
-
-def _why_stopped(error: Exception) -> str | None:
-    """The reason to merge no more after an error; None if merging is not to blame for it."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return reasons.NO_MEMORY
-    # By name, as importing the compiler takes seconds.
-    if not any(kind.__module__.startswith("torch._dynamo") for kind in type(error).__mro__):
-        return None
-    # If a backend has failed, its own error.
-    inner = getattr(error, "inner_exception", error)
-    return reasons.not_compiled(f"{type(inner).__name__}: {first_line(inner)}")
+    def too_few(self, tokens: int) -> str:
+        """The reason to report if a feature map has too few tokens."""
+        return reasons.too_few(tokens, self.least_tokens, self.config.min_tokens)

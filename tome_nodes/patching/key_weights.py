@@ -157,7 +157,7 @@ def fits(weights: KeyWeights, k: Any) -> bool:
 def attend(
     weights: KeyWeights | None,
     func: Attention,
-    theirs: Callable[..., Tensor] | None,
+    other: Callable[..., Tensor] | None,
     bias: Tensor | None,
     q: Tensor,
     k: Tensor,
@@ -173,7 +173,7 @@ def attend(
     Args:
         weights: what the keys weigh; None for one token each.
         func: the attention function.
-        theirs: an override by other code, called with ``func`` before the other arguments; None if
+        other: an override by other code, called with ``func`` before the other arguments; None if
             there is none. It may ignore ``func``, so it also gets the sizes as a mask.
         bias: a mask to add to the logits, without the sizes; None for none.
         q: queries.
@@ -183,12 +183,12 @@ def attend(
         kwargs: the other arguments of the function.
     """
     if weights is None:
-        call = func if theirs is None else partial(theirs, func)
+        call = func if other is None else partial(other, func)
         return call(q, k, v, heads, mask=bias, **kwargs)
-    if bias is None and theirs is None and func in weights.masked:
+    if bias is None and other is None and func in weights.masked:
         return func(q, k, v, heads, mask=weights.mask, **kwargs)
     weights.note(None)
-    if theirs is None:
+    if other is None:
         return weighed(weights, func, bias, None, q, k, v, heads, kwargs)
     given = _mask(weights, bias)
 
@@ -203,7 +203,7 @@ def attend(
             return func(q, k, v, heads, mask=bias, **kwargs)
         return weighed(weights, func, bias, mask, q, k, v, heads, kwargs)
 
-    return theirs(ours, q, k, v, heads, mask=given, **kwargs)
+    return other(ours, q, k, v, heads, mask=given, **kwargs)
 
 
 def weighed(

@@ -1,7 +1,6 @@
 """Put other methods on modules for one evaluation, and take them off again."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from threading import get_ident
 from types import CodeType
 from typing import Any, NamedTuple
@@ -33,23 +32,8 @@ class Overrides:
         self._classes: dict[tuple[type, str], Any] = {}
         self._thread: int | None = None
 
-    @contextmanager
-    def installed(self, others: "Overrides | None" = None) -> Iterator[None]:
-        """Put the overrides on, in place of ``others`` if these are on."""
-        if others is self:
-            yield
-            return
-        try:
-            if others is not None:
-                others._take_off()
-            self._put_on()
-            yield
-        finally:
-            self._take_off()
-            if others is not None:
-                others._put_on()
-
-    def _put_on(self) -> None:
+    def put_on(self) -> None:
+        """Put the overrides on; whoever does so takes them off again."""
         if not self._still_fit():
             self._place()
         self._thread = get_ident()
@@ -57,7 +41,8 @@ class Overrides:
             # nn.Module.__setattr__ is slow, and SDXL has hundreds of these.
             placed.attributes[placed.name] = placed.method
 
-    def _take_off(self) -> None:
+    def take_off(self) -> None:
+        """Take off the overrides that are still on."""
         self._thread = None
         for placed in self._placed:
             attributes, name = placed.attributes, placed.name

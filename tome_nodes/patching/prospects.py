@@ -6,8 +6,9 @@ from .. import reasons
 from ..merging.plan import Grid
 from ..settings.config import ToMeConfig
 from ..settings.presets import FREE, PRESETS
-from . import evaluation
-from .blocks import Observer, PatchedModel
+from . import model as models
+from .evaluation import Observer
+from .model import PatchedModel
 
 _TIMES = (1.25, 1.5, 2.0)
 """How much wider and higher a picture may become for merging to be worth it."""
@@ -61,4 +62,4 @@ def _is_worth_it(model: PatchedModel, latent: Grid) -> bool:
     saved = model.saved(latent)
     if saved is None:
         return latent.downsampled(model.shallowest).tokens >= model.least_tokens
-    return saved > 0 and saved >= (evaluation.LEAST_SAVED if model.config.grows else 0)
+    return saved > 0 and saved >= (models.LEAST_SAVED if model.config.grows else 0)

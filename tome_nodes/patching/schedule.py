@@ -7,11 +7,11 @@ from ..settings.config import ToMeConfig
 
 
 @dataclass(frozen=True)
-class Moment:
-    """Where a model evaluation is in its sampling run, as the host knows it.
+class MergingStep:
+    """The step of a sampling run that a model evaluation belongs to, as far as merging needs it.
 
     Attributes:
-        step: the step that the evaluation belongs to, from 0.
+        index: which step it is, from 0.
         progress: how far the ratio is on its way from ``ratio`` to ``ratio_end``, from 0 to 1.
         picks: decides the random picks, together with the seed; not negative.
         is_active: whether its noise level is between ``start_percent`` and ``end_percent``.
@@ -19,7 +19,7 @@ class Moment:
             host knows it.
     """
 
-    step: int
+    index: int
     progress: float
     picks: int
     is_active: bool

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from ..patching.blocks import uncompiled
+from ..patching.model import uncompiled
 from ..settings.config import ToMeConfig
 from .calls import Calls
 from .flow_call import flow_call

@@ -10,9 +10,10 @@ from torch import nn
 
 from .. import reasons
 from ..patching.attention_trial import Attention
-from ..patching.blocks import uncompiled
 from ..patching.key_weights import KeyWeights
-from ..patching.merge_modules import UNetRecord, is_masked
+from ..patching.model import uncompiled
+from ..patching.unet import UNetRecord
+from ..patching.unet_block import is_masked
 from ..patching.work import Layer
 from ..settings.config import ToMeConfig
 from .model_call import TIMESTEPS

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from .. import reasons
-from ..patching.blocks import uncompiled
-from ..patching.merge_modules import UNetRecord, layers_by_level
+from ..patching.model import uncompiled
+from ..patching.unet import UNetRecord, layers_by_level
 from ..settings.config import ToMeConfig
 from .model_call import TIMESTEPS
 from .patched_unet import UNetContext, UNetHost

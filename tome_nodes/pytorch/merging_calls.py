@@ -15,17 +15,17 @@ from torch._dynamo.decorators import skip
 
 from .. import reasons
 from ..merging.plan import Grid
-from ..patching.blocks import Evaluated, Observer
 from ..patching.compiling import with_graphs_so_far
 from ..patching.engine import MakeStrategy
-from ..patching.evaluation import Run
-from ..patching.merge_modules import UNetRecord
+from ..patching.evaluation import Observer, Result
+from ..patching.model_run import ModelRun
 from ..patching.prospects import prospects_of
-from ..patching.schedule import Moment, is_active
+from ..patching.schedule import MergingStep, is_active
+from ..patching.unet import UNetRecord
 from ..report import log_line
 from ..report.counts import Counts
 from ..report.gain import gain_of
-from ..report.last_run import LastRun
+from ..report.run_record import RunRecord
 from ..settings.config import ToMeConfig
 from .model_call import first_two_arguments
 from .once import Once
@@ -34,15 +34,22 @@ from .once import Once
 class _Latest(Observer):
     """Keeps what the latest evaluation did, as ``result``."""
 
-    result: Evaluated | None = None
+    result: Result | None = None
 
-    def evaluated(self, result: Evaluated) -> None:
+    def note(self, result: Result) -> None:
         self.result = result
 
 
-# torch.compile is to trace nothing around the model's forward.
-skip(Run.or_unmerged)
-skip(with_graphs_so_far)
+class _Untraced(ModelRun):
+    """Evaluations within a model that torch.compile compiles: it traces nothing around forward."""
+
+    begin = torch.compiler.disable(ModelRun.begin)
+    note = torch.compiler.disable(ModelRun.note)
+    end = torch.compiler.disable(ModelRun.end)
+
+
+for _function in (ModelRun.evaluate, ModelRun._evaluated, with_graphs_so_far):
+    skip(_function)
 
 
 class MergingCalls:
@@ -51,8 +58,6 @@ class MergingCalls:
     The place follows from the second argument of a call, the timestep. In a run it falls from one
     less than the number of noise levels of training to 0, and ``ratio`` moves to ``ratio_end``
     with it.
-
-    It is a context manager, within which the model runs.
     """
 
     def __init__(
@@ -79,7 +84,7 @@ class MergingCalls:
         self._config = config
         self._unet = unet
         self._latest = _Latest()
-        self._run = Run(config, record, unet, make_strategy, self._latest)
+        self._run = _Untraced(config, record, unet, make_strategy, self._latest)
         self._find_obstacle = find_obstacle
         self._once = once
         self._arguments: tuple[Any, ...] = ()
@@ -108,22 +113,13 @@ class MergingCalls:
         """
         if not self._begin(args, kwargs, step):
             return forward(*args, **kwargs)
-        result = self._run.or_unmerged(partial(_evaluate, self, forward, args, kwargs))
+        answer = self._run.evaluate(partial(forward, *args, **kwargs), *self._arguments)
         self._complete(counts)
-        return result
+        return answer
 
     def warn(self, reason: str) -> None:
         """Log why nothing merges, once."""
         self._once.warn(f"nothing merged: {reason}")
-
-    @torch.compiler.disable
-    def __enter__(self) -> None:
-        self._evaluation = self._run.evaluation(*self._arguments)
-        self._evaluation.__enter__()
-
-    @torch.compiler.disable
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._evaluation.__exit__(*error)
 
     @torch.compiler.disable
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> bool:
@@ -143,11 +139,11 @@ class MergingCalls:
         self._run.may_compile |= is_new
         self._timestep = noise
         self._completed = False
-        moment = self._moment(noise, step)
+        at = self._step(noise, step)
         # The check may visit every module of the UNet.
-        obstacle = self._find_obstacle(self._unet, self._config) if moment.is_active else None
+        obstacle = self._find_obstacle(self._unet, self._config) if at.is_active else None
         device, latent = _execution_device(self._unet, sample), Grid(*sample.shape[-2:])
-        self._arguments = moment, latent, device, sample.dtype, obstacle
+        self._arguments = at, latent, device, sample.dtype, obstacle
         return True
 
     @torch.compiler.disable
@@ -159,17 +155,17 @@ class MergingCalls:
         if result is None:
             return
         if counts is not None:
-            counts.evaluated(result)
+            counts.note(result)
         elif result.is_active:
             self._report(result)
 
-    def _report(self, result: Evaluated) -> None:
+    def _report(self, result: Result) -> None:
         """Log what merged in a call, once for every size, or why nothing merged, once.
 
         When its run ends is not known, so what merging gains is counted, not measured.
         """
         counts = Counts()
-        counts.evaluated(result)
+        counts.note(result)
         model, latent = self._run.model, self._arguments[1]
         if not counts.merged:
             why = log_line.obstacle(counts, model.max_downsample, model.shallowest)
@@ -183,7 +179,7 @@ class MergingCalls:
             gain = gain_of(counts, self._config, {}, model.saved(latent), model.shallowest)
             self._once.info(f"{line}; {gain.words}")
 
-    def finish(self, counts: Counts, begun: Mapping[int, float]) -> LastRun:
+    def finish(self, counts: Counts, begun: Mapping[int, float]) -> RunRecord:
         """The record of a run.
 
         Args:
@@ -198,7 +194,7 @@ class MergingCalls:
         if counts.merged or counts.forecast_steps:
             saved = model.saved(latent)
             gain = gain_of(counts, self._config, begun, saved, model.shallowest)
-        return LastRun(
+        return RunRecord(
             model=type(self._unet).__name__,
             config=self._config,
             counts=counts,
@@ -208,11 +204,11 @@ class MergingCalls:
             gain=gain,
         )
 
-    def _moment(self, timestep: float, step: int) -> Moment:
+    def _step(self, timestep: float, step: int) -> MergingStep:
         (bits,) = struct.unpack("<Q", struct.pack("<d", timestep))
         done = self._noisiest - min(max(timestep, 0), self._noisiest)
-        return Moment(
-            step=step,
+        return MergingStep(
+            index=step,
             progress=done / self._noisiest if self._noisiest > 0 else 0.0,
             picks=bits,
             is_active=is_active(self._config, timestep, self._noise_at),
@@ -223,14 +219,6 @@ class MergingCalls:
         if percent == 0:
             return math.inf
         return -math.inf if percent == 1 else (1 - percent) * self._noisiest
-
-
-@skip
-def _evaluate(
-    calls: MergingCalls, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    with calls:
-        return forward(*args, **kwargs)
 
 
 def _execution_device(model: nn.Module, sample: Tensor) -> torch.device:

@@ -4,7 +4,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import nn
 
-from ..patching.merge_modules import UNetRecord
+from ..patching.unet import UNetRecord
 from ..settings.config import ToMeConfig
 from .calls import Calls
 from .forecast_calls import ForecastCalls

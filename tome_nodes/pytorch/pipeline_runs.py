@@ -21,7 +21,7 @@ from ..forecasting.steps import (
 from ..patching.schedule import is_active
 from ..report.counts import Counts
 from ..report.gain import gain_of
-from ..report.last_run import LastRun
+from ..report.run_record import RunRecord
 from ..settings.config import ToMeConfig
 from .model_call import ModelCall
 from .once import Once
@@ -192,12 +192,12 @@ class PipelineRun:
         """Whether the latest call is the last, if the last step has as many as the step before."""
         return self.is_last_step and self.call + 1 >= self._calls_before
 
-    def finish(self) -> LastRun:
+    def finish(self) -> RunRecord:
         """The record of the run, without what merged in it."""
         counts, reason = self.counts, self._obstacle
         if self.forecasts is not None:
             counts.forecast_steps, reason = self.forecasts.steps, self.forecasts.reason
-        return LastRun(
+        return RunRecord(
             model=type(self.scheduler).__name__,
             config=self._config,
             counts=counts,

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Set
 
-from ..patching.blocks import Evaluated, Observer
+from ..patching.evaluation import Observer, Result
 
 
 class Counts(Observer):
@@ -35,11 +35,11 @@ class Counts(Observer):
         self.unweighted_reasons: set[str] = set()
         self.merged_steps: set[int] = set()
         self.forecast_steps: Set[int] = set()
-        self._seen: set[tuple[int, str, int]] = set()
+        self._seen: set[tuple[int, tuple[str, ...], int]] = set()
         self._reasons: Counter[str] = Counter()
         self._reasons_of_idle: Counter[str] = Counter()
 
-    def evaluated(self, result: Evaluated) -> None:
+    def note(self, result: Result) -> None:
         """Add an evaluation to the counts."""
         self.blocks_present = result.blocks
         if result.reason is not None:
@@ -53,20 +53,21 @@ class Counts(Observer):
                 self.frames = outcome.grid.frames
             if outcome.plan is not None:
                 after = outcome.plan.slot_count
-                merged = outcome.before, outcome.block, after
+                merged = outcome.before, outcome.blocks, after
                 has_merged = True
                 if merged not in self._seen:
                     self._seen.add(merged)
                     by_block = self.merged.setdefault(outcome.before, {})
-                    by_block.setdefault(outcome.block, set()).add(after)
+                    for block in outcome.blocks:
+                        by_block.setdefault(block, set()).add(after)
             elif outcome.reason is not None:
-                self._reasons[outcome.reason] += 1
+                self._reasons[outcome.reason] += len(outcome.blocks)
             if outcome.left_out is not None:
-                self.left_out.setdefault(outcome.left_out, set()).add(outcome.block)
+                self.left_out.setdefault(outcome.left_out, set()).update(outcome.blocks)
             if outcome.unweighted_reason is not None:
                 self.unweighted_reasons.add(outcome.unweighted_reason)
             if outcome.is_patched:
-                self.patched_blocks.add(outcome.block)
+                self.patched_blocks.update(outcome.blocks)
         if has_merged:
             self.merged_steps.add(result.step)
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 from statistics import median
 
 from .. import reasons
-from ..patching.evaluation import LEAST_SAVED
+from ..patching.model import LEAST_SAVED
 from ..settings.config import ToMeConfig
 from ..tuning.search import FASTER
 from .counts import Counts

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from .. import reasons
-from ..patching.blocks import Evaluated
+from ..patching.evaluation import Result
 from ..settings.config import ToMeConfig
 from ..strategies import strategy_class
 from .counts import Counts
@@ -47,7 +47,7 @@ def seconds(time: float) -> str:
     return f"{time:.3g} s" if time >= 0.1 else f"{1000 * time:.3g} ms"
 
 
-def live_line(result: Evaluated, total_steps: int) -> str:
+def live_line(result: Result, total_steps: int) -> str:
     """What one evaluation merged: number of blocks, tokens before and after, and the step.
 
     If nothing merged although merging was on, the line says why.
@@ -61,7 +61,8 @@ def live_line(result: Evaluated, total_steps: int) -> str:
     lengths = ", ".join(
         f"{before}\N{RIGHTWARDS ARROW}{after}" for before, after in sorted(merged, reverse=True)
     )
-    return f"{len(result.merged)}/{result.blocks} blocks, {lengths} tokens, {step}"
+    count = sum(len(outcome.blocks) for outcome in result.merged)
+    return f"{count}/{result.blocks} blocks, {lengths} tokens, {step}"
 
 
 def sizes(counts: Counts, unit: str = " tokens") -> str:

@@ -12,8 +12,8 @@ from ..tuning import summary as tuning_words
 from ..tuning.search import LIKENESS, SPEED, Measured
 from ..tuning.summary import Found
 from . import drawing, log_line
-from .last_run import LastRun
 from .recording import Recording
+from .run_record import RunRecord
 
 _MANY, _ENOUGH = 16, 12
 """From ``_MANY`` steps on, merging whole stacks is no better than taking fewer steps; a hint then
@@ -51,7 +51,7 @@ def notice(title: str, *sentences: str) -> Page:
 
 
 def report_of(
-    run: LastRun,
+    run: RunRecord,
     view: str = MERGE_MAP,
     level: int = -1,
     step: int = -1,
@@ -107,7 +107,7 @@ def tuning_page(findings: Found) -> Page:
     return Page(drawn, "\n".join(lines))
 
 
-def in_words(run: LastRun) -> list[str]:
+def in_words(run: RunRecord) -> list[str]:
     """The report of a run, line by line: what happened, whether it helped, what to do, the rest."""
     counts = run.counts
     # Where prospects are known, the first line says what would help.
@@ -140,7 +140,7 @@ def in_words(run: LastRun) -> list[str]:
     return [*lines, *(f"Note: {deviation}" for deviation in log_line.deviations(counts))]
 
 
-def hint_for(run: LastRun) -> str | None:
+def hint_for(run: RunRecord) -> str | None:
     """What to change, if the settings gain nothing or less than they could; else None."""
     config, counts, strategy = run.config, run.counts, strategy_class(run.config)
     largest = max(counts.merged, default=counts.most_tokens)

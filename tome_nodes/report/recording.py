@@ -17,12 +17,12 @@ from torch import Tensor
 
 from ..merging.plan import Grid
 from ..ops.clock import Clock
-from ..patching.blocks import Evaluated, Observer
+from ..patching.evaluation import Observer, Result
 from ..patching.overrides import Forward
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockRecord:
     """A transformer block over the whole run.
 
     Attributes:
@@ -50,7 +50,7 @@ class Recording:
 
     latent: Grid
     slots: Mapping[tuple[int, Grid], np.ndarray]
-    blocks: Mapping[str, Block]
+    blocks: Mapping[str, BlockRecord]
     seconds: float
 
     @property
@@ -97,10 +97,11 @@ class Recorder(Observer):
 
         return timed_forward
 
-    def evaluated(self, result: Evaluated) -> None:
+    def note(self, result: Result) -> None:
         for outcome in result.outcomes:
-            _, after = self._tokens.get(outcome.block, (0, outcome.after))
-            self._tokens[outcome.block] = outcome.before, min(after, outcome.after)
+            for block in outcome.blocks:
+                _, after = self._tokens.get(block, (0, outcome.after))
+                self._tokens[block] = outcome.before, min(after, outcome.after)
             plan, grid = outcome.plan, outcome.grid
             if plan is not None and grid is not None and (result.step, grid) not in self._slots:
                 sides = grid.frames, grid.height, grid.width
@@ -119,6 +120,6 @@ class Recorder(Observer):
         return Recording(
             self._latent,
             {place: slots.cpu().numpy() for place, slots in self._slots.items()},
-            {name: Block(*tokens, means.get(name)) for name, tokens in self._tokens.items()},
+            {name: BlockRecord(*tokens, means.get(name)) for name, tokens in self._tokens.items()},
             seconds,
         )

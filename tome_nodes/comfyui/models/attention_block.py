@@ -16,9 +16,11 @@ from torch import Tensor
 from ... import reasons
 from ...merging.plan import Plan
 from ...patching.attention_trial import Attention, flat
-from ...patching.blocks import Block, PatchedModel, Stack
+from ...patching.block import Block
+from ...patching.evaluation import ModelState
 from ...patching.key_weights import attend
 from ...patching.overrides import Forward, Override
+from ...patching.stack import Stack
 from .base import OVERRIDE, stored_attention
 
 StartOf = Callable[[int, dict[str, Any]], int | None]
@@ -30,7 +32,7 @@ class AttentionBlock(Block):
     """A block that calls self-attention, or has a module that does."""
 
     def __init__(
-        self, model: PatchedModel, stack: Stack, index: int, attention: str, start_of: StartOf
+        self, model: ModelState, stack: Stack, index: int, attention: str, start_of: StartOf
     ):
         """``attention`` is the attribute of the module that attends; empty for the block itself."""
         self._attention = attention
@@ -47,7 +49,7 @@ class AttentionBlock(Block):
         all_stored = map(stored_attention, self._attends.modules())
         return next((stored for stored in all_stored if stored is not None), None)
 
-    def overrides(self) -> list[Override]:
+    def overrides(self, by_stack: bool) -> list[Override]:
         block = self.module
         if not self.model.config.merge_attn:
             return [(block, "forward", self._run_block(block.forward))]
@@ -87,7 +89,7 @@ class AttentionBlock(Block):
                 gets the merged tokens.
             stored: the attention that the host would call without an override; None for any.
         """
-        theirs = options.get(OVERRIDE)
+        other = options.get(OVERRIDE)
 
         def override(
             func: Attention,
@@ -98,9 +100,9 @@ class AttentionBlock(Block):
             mask: Tensor | None = None,
             **kwargs: Any,
         ) -> Tensor:
-            if theirs is None:
+            if other is None:
                 func = stored or func
-            plain = func if theirs is None else partial(theirs, func)
+            plain = func if other is None else partial(other, func)
             by_head = bool(kwargs.get("skip_reshape"))
             start = self._start(q, k, mask, options)
             if start is None:
@@ -124,7 +126,7 @@ class AttentionBlock(Block):
             v = _like(part.merged(flat(v, by_head), merge), v, by_head)
             bias = None if mask is None else part.merged_bias(_bias(mask, k.dtype), len(k))
             weights = self.weights(part.log_sizes(), k)
-            return attend(weights, func, theirs, bias, q, k, v, heads, kwargs)
+            return attend(weights, func, other, bias, q, k, v, heads, kwargs)
 
         return override
 
@@ -144,7 +146,7 @@ class AttentionBlock(Block):
         if mask is not None and not _is_over(mask, tokens):
             outcome.reason = reasons.ATTENTION_MASKED
             return None
-        return start if self.is_large_enough(evaluation.latent) else None
+        return start if self.is_large_enough(evaluation.latent.tokens) else None
 
     def _part(self, flat_k: Tensor, start: int) -> "Part | None":
         """How the picture's keys merge, given all keys; None, and the reason noted, if none do."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...merging.plan import Grid
 from ...patching.attention_trial import Attention
-from ...patching.blocks import ModelRecord
+from ...patching.model import ModelRecord
 from ...settings.config import ToMeConfig
 
 OVERRIDE = "optimized_attention_override"

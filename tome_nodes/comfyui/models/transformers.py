@@ -13,7 +13,10 @@ from torch import nn
 from ... import reasons
 from ...merging.plan import Grid
 from ...patching.attention_trial import Attention
-from ...patching.blocks import PatchedModel, Stack, uncompiled
+from ...patching.block import Block
+from ...patching.evaluation import ModelState
+from ...patching.model import uncompiled
+from ...patching.stack import Stack
 from ...settings.config import ToMeConfig
 from .attention_block import AttentionBlock
 from .base import class_name, host_attentions, takes
@@ -55,11 +58,11 @@ class Transformer:
             if module is not None:
                 yield Stack(name, module, tuple(map(uncompiled, module)))
 
-    def block(self, model: PatchedModel, stack: Stack, index: int) -> AttentionBlock:
+    def block(self, model: ModelState, stack: Stack, index: int) -> AttentionBlock:
         """The block at an index of a stack."""
         return AttentionBlock(model, stack, index, self.attention, partial(self._start, model))
 
-    def work(self, model: PatchedModel) -> None:
+    def work(self, model: Any, blocks: Sequence[Block]) -> None:
         """Not known: presets forecast these models, and everything else is as it is set."""
 
     def attentions(self) -> set[Attention]:
@@ -94,7 +97,7 @@ class Transformer:
                     return f"{type(module).__name__}.forward"
         return None
 
-    def _start(self, model: PatchedModel, tokens: int, options: Mapping[str, Any]) -> int | None:
+    def _start(self, model: ModelState, tokens: int, options: Mapping[str, Any]) -> int | None:
         """See :data:`tome_nodes.comfyui.models.attention_block.StartOf`."""
         evaluation = model.evaluation
         assert evaluation is not None

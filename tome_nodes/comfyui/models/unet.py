@@ -1,6 +1,6 @@
 """The transformer blocks of ComfyUI's UNets: Stable Diffusion 1.x, 2.x, XL and related models."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from ... import reasons
 from ...merging.plan import Grid
 from ...patching.attention_trial import Attention
-from ...patching.blocks import Stack
 from ...patching.key_weights import KeyWeights, attend, fits
-from ...patching.merge_modules import UNetRecord, layers_by_level
+from ...patching.stack import StackPass
+from ...patching.unet import UNetRecord, layers_by_level
 from ...settings.config import ToMeConfig
 from .base import OVERRIDE, host_attentions, stored_attention, takes
 
@@ -61,10 +61,10 @@ def _needs_all_tokens(
     )
 
 
-def is_unpatched(options: Mapping[str, Any]) -> bool:
-    """Whether no other node patches the inside of any block; ``options`` are the transformer's."""
+def has_patches(options: Mapping[str, Any]) -> bool:
+    """Whether another node patches the inside of any block; ``options`` are the transformer's."""
     replaced = options.get("patches_replace") or {}
-    return not (_has_block_patches(options) or replaced.get("attn1") or replaced.get("attn2"))
+    return bool(_has_block_patches(options) or replaced.get("attn1") or replaced.get("attn2"))
 
 
 def _has_block_patches(options: Mapping[str, Any]) -> bool:
@@ -98,7 +98,7 @@ def weigh_keys(
         stored: the attention function that the host would call instead of its own; None if none.
     """
     options = called.get("transformer_options") or {}
-    theirs = options.get(OVERRIDE)
+    other = options.get(OVERRIDE)
     if not weights.masked:
         # The override takes it back, if it is called.
         weights.note(reasons.OTHER_ATTENTION)
@@ -112,49 +112,38 @@ def weigh_keys(
         mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        if theirs is None and stored is not None:
+        if other is None and stored is not None:
             func = stored
         if mask is None and fits(weights, k):
-            return attend(weights, func, theirs, None, q, k, v, heads, kwargs)
+            return attend(weights, func, other, None, q, k, v, heads, kwargs)
         weights.note(reasons.CALLED_DIFFERENTLY)
-        return attend(None, func, theirs, mask, q, k, v, heads, kwargs)
+        return attend(None, func, other, mask, q, k, v, heads, kwargs)
 
     return called | {"transformer_options": options | {OVERRIDE: override}}
 
 
-class StackOverride:
+class _StackAttention:
     """An override of attention that weighs the keys of all self-attentions of a stack.
 
     No other node patches the inside of its blocks, so the keys of every cross-attention are the
     tokens of the prompt.
     """
 
-    def __init__(self, stored: Attention | None):
-        """``stored`` is the attention function that is stored with all its attentions."""
+    def __init__(
+        self,
+        shared: StackPass,
+        stored: Attention | None,
+        other: Callable[..., Tensor] | None,
+        prompt: Tensor | None,
+    ):
+        """``other`` is the override of another node, and ``prompt`` the stack's text if any."""
+        self._shared = shared
         self._stored = stored
-
-    def put_on(self, called: dict[str, Any], weights: KeyWeights) -> None:
-        """See :class:`tome_nodes.patching.blocks.StackWeights`."""
-        options, context = called["transformer_options"], called.get("context")
-        self._weights = weights
-        # If a prompt has as many tokens as the stack, its attention is every second one.
-        self._takes_turns = context is not None and context.shape[1] == weights.sizes.shape[1]
+        self._other = other
+        self._text_tokens = None if prompt is None else prompt.shape[1]
         self._is_cross = False
-        self._theirs = options.get(OVERRIDE)
-        weights.note(reasons.OTHER_ATTENTION)
-        options[OVERRIDE] = self.override
 
-    def take_off(self, called: dict[str, Any]) -> None:
-        """See :class:`tome_nodes.patching.blocks.StackWeights`."""
-        options = called["transformer_options"]
-        if self._theirs is None:
-            del options[OVERRIDE]
-        else:
-            options[OVERRIDE] = self._theirs
-        # The blocks, which are kept for the run, hold this.
-        del self._weights, self._theirs
-
-    def override(
+    def attend(
         self,
         func: Attention,
         q: Tensor,
@@ -164,23 +153,35 @@ class StackOverride:
         mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        weights, theirs = self._weights, self._theirs
-        if theirs is None and self._stored is not None:
+        """The override."""
+        weights, other = self._shared.keys, self._other
+        if other is None and self._stored is not None:
             func = self._stored
+        if weights is None:
+            return attend(None, func, other, mask, q, k, v, heads, kwargs)
         is_cross = self._is_cross
-        if self._takes_turns:
+        # If a prompt has as many tokens as the stack, its attention is every second one.
+        if self._text_tokens == weights.sizes.shape[1]:
             self._is_cross = not is_cross
         if is_cross or mask is not None or not fits(weights, k):
-            return attend(None, func, theirs, mask, q, k, v, heads, kwargs)
-        return attend(weights, func, theirs, None, q, k, v, heads, kwargs)
+            return attend(None, func, other, mask, q, k, v, heads, kwargs)
+        return attend(weights, func, other, None, q, k, v, heads, kwargs)
 
 
-def _weigh_stack(stack: Stack) -> StackOverride | None:
-    """None if not all attentions of a stack are stored with the same function."""
-    blocks: Any = stack.blocks
-    attentions = [module for block in blocks for module in (block.attn1, block.attn2)]
-    stored = {stored_attention(module) for module in attentions if module is not None}
-    return StackOverride(*stored) if len(stored) == 1 else None
+# A later stack may take more arguments than these.
+def _weigh_stack(
+    shared: StackPass,
+    stored: Attention | None,
+    context: Any = None,
+    transformer_options: Options = None,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a stack under which all its self-attentions weigh their keys."""
+    options = transformer_options or {}
+    prompt = context[0] if isinstance(context, list) else context
+    override = _StackAttention(shared, stored, options.get(OVERRIDE), prompt).attend
+    return (context, options | {OVERRIDE: override}, *args), kwargs
 
 
 @dataclass(frozen=True)

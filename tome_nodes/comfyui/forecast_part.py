@@ -5,12 +5,10 @@ nothing has to be known about the model, and how many evaluations an answer take
 """
 
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from comfy.model_sampling import CONST
 from comfy.patcher_extension import WrapperExecutor, WrappersMP
 
@@ -32,30 +30,29 @@ from ..forecasting.steps import (
 from ..patching.schedule import is_active, progress_at
 from ..report.counts import Counts
 from ..report.gain import gain_of
-from ..report.last_run import LastRun
+from ..report.run_record import RunRecord
 from ..settings.config import ToMeConfig
 from .advice import is_too_rough, samplers_instead, scheduler_instead
 from .course import GUIDANCE, course_of, has_momentum
+from .step_count import StepCount
 
 KEY = "tome_nodes"
 """Our key among the wrappers of a model."""
 
 
-class ForecastRun:
-    """One sampling run whose steps are forecast.
+class ForecastPart:
+    """Forecasts steps of one sampling run.
 
     Attributes:
-        count: the number of steps of the run.
         forecasts: its forecasts.
-        begun: when each step began, in seconds.
     """
 
     def __init__(
         self,
         config: ToMeConfig,
         guider: Any,
-        sampler: Any,
-        schedule: torch.Tensor,
+        sampler: str,
+        steps: StepCount,
         starts_empty: bool,
         is_unet: bool,
         on_step: Callable[[str], None] | None,
@@ -65,44 +62,41 @@ class ForecastRun:
         Args:
             config: the settings.
             guider: ComfyUI's guider, whose model options are of this run alone.
-            sampler: ComfyUI's sampler.
-            schedule: noise levels, one more than there are steps.
+            sampler: the name of the sampler.
+            steps: counts the steps of the run.
             starts_empty: whether the latent holds no picture.
             is_unet: whether the model is a UNet.
             on_step: called once in every step with a short text on what was done; in a UNet, only
                 where it is forecast, as merging says what else is done.
         """
-        self.schedule: list[float] = schedule.tolist()
-        self.count = len(self.schedule) - 1
+        schedule = steps.schedule
         self.forecasts = Forecasts(config.ratio, is_unet)
-        self._steps_seen = 0
-        self.begun: dict[int, float] = {}
+        self._steps = steps
+        self._shown = 0
         self._config = config
         self._guider = guider
         self._sampling: Any = guider.model_patcher.get_model_object("model_sampling")
         self._is_unet = is_unet
         self._is_flow = isinstance(self._sampling, CONST)
-        self._levels = log_snrs(self.schedule[:-1], self._is_flow)
+        self._levels = log_snrs(schedule[:-1], self._is_flow)
         most = float(self._sampling.sigma_max)
-        self._from_noise = starts_empty or is_noise_alone(self.schedule[0], most)
+        self._from_noise = starts_empty or is_noise_alone(schedule[0], most)
         self._on_step = on_step
-        self._done = 0
-        self._evaluated: int | None = None
-        name = function_of(sampler)
-        known = self._known = SAMPLERS.get(name)
+        self._answered: int | None = None
+        known = self._known = SAMPLERS.get(sampler)
         self._corrects = known is not None and known.corrects
         self._faster = FASTER if known is None else known.faster
-        self._instead = samplers_instead(self._levels, name, is_unet, self._from_noise)
+        self._instead = samplers_instead(self._levels, sampler, is_unet, self._from_noise)
         self._reason: str | None = _obstacle(
-            *(name, known, self._levels, self.count, guider.model_options, is_unet),
+            *(sampler, known, self._levels, steps.total, guider.model_options, is_unet),
             self._instead,
             self._from_noise,
         )
         to_sigma = self._sampling.percent_to_sigma
-        if not any(is_active(config, noise, to_sigma) for noise in self.schedule[:-1]):
-            begins = progress_at(self.schedule[0], to_sigma)
+        if not any(is_active(config, noise, to_sigma) for noise in schedule[:-1]):
+            begins = progress_at(schedule[0], to_sigma)
             self._reason = reasons.percents(config.start_percent, config.end_percent, begins)
-        self._takes_over = not starts_empty and self.schedule[0] < most
+        self._takes_over = not starts_empty and schedule[0] < most
         if self._reason is None and self._takes_over and self._levels[0] < LEAST_SNR:
             # So many steps went before in nearly pure noise that fewer of them change little.
             self._reason = reasons.UNEVEN
@@ -115,7 +109,9 @@ class ForecastRun:
         reason = self._reason or self.forecasts.reason
         if reason != reasons.UNEVEN:
             return reason
-        return reasons.uneven(scheduler_instead(self._sampling, self.schedule, self._is_forecast))
+        return reasons.uneven(
+            scheduler_instead(self._sampling, self._steps.schedule, self._is_forecast)
+        )
 
     @property
     def remedy(self) -> str | None:
@@ -126,7 +122,7 @@ class ForecastRun:
         if not self._from_noise:
             return reasons.take_fast("which also skips steps in second passes")
         running = len(steps_that_run(self._config.ratio, LONG_ON_UNET, False, is_unet=True))
-        if running >= self.count:
+        if running >= self._steps.total:
             return None
         return reasons.take_steps(LONG_ON_UNET, LONG_ON_UNET - running)
 
@@ -142,35 +138,27 @@ class ForecastRun:
         finally:
             del wrappers[KEY]
 
-    def counting(self, callback: Callable[..., Any] | None) -> Callable[..., Any]:
-        """The callback of the sampler, which calls it once a step, after the step's answer."""
-
-        def counted(step: int, *args: Any, **kwargs: Any) -> Any:
-            self._done = step + 1
-            return None if callback is None else callback(step, *args, **kwargs)
-
-        return counted
-
-    def finish(self) -> list[LastRun]:
+    def finish(self) -> list[RunRecord]:
         """The record of the run; none if no step was sampled."""
-        if not self._steps_seen:
+        if not self._shown:
             return []
-        counts = Counts(self.count)
+        counts = Counts(self._steps.total)
         counts.forecast_steps = self.forecasts.steps
-        last = LastRun(
+        begun = self._steps.begun()
+        record = RunRecord(
             model=type(self._guider.model_patcher.model.model_config).__name__,
             config=self._config,
             counts=counts,
             unforecast=self.reason,
-            gain=gain_of(counts, self._config, self.begun) if counts.forecast_steps else None,
+            gain=gain_of(counts, self._config, begun) if counts.forecast_steps else None,
         )
-        return [last]
+        return [record]
 
     def predict_noise(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
         """Wrap the guided answer of a step."""
         # Reading the noise level waits for the GPU.
         x, sigma = args[0], float(args[1].max())
-        self.begun.setdefault(self._done, time.perf_counter())
+        self._steps.begin(args[1].device)
         options = args[2] if len(args) > 2 else kwargs.get("model_options", {})
         step = self._step(sigma, options)
         answer = None if step is None else self.forecasts.predict(step, x)
@@ -184,18 +172,19 @@ class ForecastRun:
         """The step of an evaluation; None if nothing is forecast any more."""
         if self._reason is None:
             self._reason = self._obstacle_in(options)
-        index, self._evaluated = self._done, self._done
-        if self._reason is not None or index >= self.count or sigma <= 0:
+        steps, index = self._steps, self._steps.done
+        self._answered = index
+        if self._reason is not None or index >= steps.total or sigma <= 0:
             return None
         # Some nodes tell the model less noise than there is, in a part of the run.
-        is_true = math.isclose(sigma, self.schedule[index], rel_tol=1e-4)
+        is_true = math.isclose(sigma, steps.schedule[index], rel_tol=1e-4)
         return Step(
             index=index,
-            count=self.count,
+            count=steps.total,
             log_snr=log_snr(sigma, self._is_flow),
             course=(is_true, course_of(self._guider, options, sigma)),
             is_even=is_even(self._levels, index, self._faster, self._is_unet),
-            latent_share=latent_share(self.schedule, index) if self._corrects else None,
+            latent_share=latent_share(steps.schedule, index) if self._corrects else None,
             is_active=is_active(self._config, sigma, self._sampling.percent_to_sigma),
             from_noise=self._from_noise,
         )
@@ -203,7 +192,7 @@ class ForecastRun:
     def _is_forecast(self, schedule: Sequence[float]) -> bool:
         """Whether anything would be forecast under another schedule, as far as that tells."""
         levels = log_snrs(schedule[:-1], self._is_flow)
-        known, count = self._known, self.count
+        known, count = self._known, self._steps.total
         if known is None or is_too_rough(count, self._is_unet, self._from_noise):
             return False
         if known.obstacle(levels, count, self._is_unet) is not None:
@@ -219,7 +208,7 @@ class ForecastRun:
 
     def _obstacle_in(self, options: Mapping[str, Any]) -> str | None:
         """Why nothing can be forecast from this answer on, as its model options show."""
-        if self._evaluated == self._done:
+        if self._answered == self._steps.done:
             return reasons.several(self._instead)
         own = self._guider.model_options
         has_own_hook = any(options.get(name) != own.get(name) for name in GUIDANCE)
@@ -229,12 +218,13 @@ class ForecastRun:
 
     def _show(self, is_forecast: bool) -> None:
         """Show what the step does, once."""
-        if self._done < self._steps_seen:
+        done, total = self._steps.done, self._steps.total
+        if done < self._shown:
             return
-        self._steps_seen = self._done + 1
+        self._shown = done + 1
         if self._on_step is not None and (is_forecast or not self._is_unet):
             what = "forecast" if is_forecast else "model runs"
-            self._on_step(f"{what}, step {self._done + 1}/{self.count}")
+            self._on_step(f"{what}, step {done + 1}/{total}")
 
 
 def forecasts_unet(config: ToMeConfig, count: int) -> bool:

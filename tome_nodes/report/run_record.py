@@ -15,7 +15,7 @@ log = logging.getLogger("tome_nodes")
 
 
 @dataclass(frozen=True, kw_only=True)
-class LastRun:
+class RunRecord:
     """The record of a patched model's last sampling run.
 
     Attributes:

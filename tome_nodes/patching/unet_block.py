@@ -1,6 +1,6 @@
-"""Blocks that merge tokens on entry to the block or its modules, as in the paper (section 4)."""
+"""The blocks of UNets, which merge tokens on entry to the block or its modules (section 4)."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,26 +12,28 @@ from ..merging.plan import Grid, Plan
 from ..settings.config import ToMeConfig
 from ..strategies.cells import growth_of
 from .attention_trial import Attention
-from .blocks import Block, Evaluation, Outcome, PatchedModel, Stack, StackWeights
+from .block import Block
+from .evaluation import ModelState
 from .key_weights import KeyWeights
 from .overrides import Forward, Override
-from .work import Layer, Work, block_work, has_projections
+from .stack import Stack, StackPass
 
 Shape = Sequence[int]
 
 WeighKeys = Callable[[dict[str, Any], KeyWeights, Attention | None], dict[str, Any]]
 
+Called = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments after the first."""
 
-@dataclass(frozen=True)
-class UNetRecord:
-    """What is known about the UNets of a host: how they are built, and how blocks are called.
+
+@dataclass(frozen=True, kw_only=True)
+class UNetCalls:
+    """How a host calls the blocks of its UNets.
 
     A block has the modules ``attn1``, ``attn2`` (or None) and ``ff``. Their first argument is the
     tokens.
 
     Attributes:
-        layers: the modules of a model, in the order in which they run.
-        is_stack: whether a module is a stack, which holds its blocks as ``transformer_blocks``.
         attends_to_text: whether ``attn1`` of a block is a cross-attention.
         needs_all_tokens: whether something in a block needs all tokens; called with the block, its
             index in the stack, and the block's arguments after the tokens.
@@ -41,70 +43,42 @@ class UNetRecord:
         weigh_keys: returns the keyword arguments with which a self-attention weighs its keys;
             called with its keyword arguments, the weights and what ``stored`` returned. None if
             the host has no way to do that.
-        weigh_stack: makes what weighs the keys of all self-attentions of a stack, whose first
-            block and last are then the only ones that are overridden; it returns None for a stack
-            for which it cannot. None if the host has no way to do that.
+        weigh_stack: returns the arguments of a stack, after its feature map, with which all its
+            self-attentions weigh their keys by :attr:`StackPass.keys`; called with the pass, what
+            ``stored`` returned for all its attentions, and the arguments. None if the host has no
+            way to do that.
         in_the_way: returns why an attention runs on all tokens, called with the attention; None if
             it may run on merged ones. None if every attention of the host may.
         shapes: returns the shapes of the feature map and of the latent, where the host passes them
             on; called with the block's arguments after the tokens. None if a stack is called with
             its feature map instead.
         stored: returns the attention function that is stored with an attention, None if none is.
-        attentions: see :meth:`tome_nodes.patching.blocks.ModelRecord.attentions`.
     """
 
-    layers: Callable[[Any], Iterable[Layer]]
-    is_stack: Callable[[nn.Module], bool]
     attends_to_text: Callable[[Any], bool]
     needs_all_tokens: Callable[..., bool]
     masks: tuple[str, ...]
     source: str = ""
     weigh_keys: WeighKeys | None = None
+    weigh_stack: Callable[..., Called] | None = None
     in_the_way: Callable[[Any], str | None] | None = None
     shapes: Callable[..., tuple[Shape | None, Shape | None]] | None = None
-    weigh_stack: Callable[[Stack], StackWeights | None] | None = None
     stored: Callable[[nn.Module], Attention | None] = lambda attention: None
-    attentions: Callable[[], Iterable[Attention]] = tuple
-
-    def stacks(self, model: Any) -> Iterator[Stack]:
-        """The stacks of a model, in the order in which they run."""
-        for name, module, level in self.layers(model):
-            if self.is_stack(module):
-                blocks: Any = module.transformer_blocks
-                yield Stack(name, module, tuple(blocks), level)
-
-    def block(self, model: PatchedModel, stack: Stack, index: int) -> "ModuleBlock":
-        """The block at an index of a stack."""
-        return ModuleBlock(model, stack, index, self)
-
-    def work(self, model: PatchedModel) -> Work | None:
-        """What an evaluation of a model costs; None if another library has changed attention."""
-        if not all(has_projections(block.module) for block in model.blocks):
-            return None
-        blocks = (
-            block_work(
-                block.module,
-                block.stack.level,
-                block.merges_only_keys,
-                not self.attends_to_text(block.module),
-            )
-            for block in model.blocks
-        )
-        return Work(self.layers(model.model), tuple(blocks))
 
 
-class ModuleBlock(Block):
+class UNetBlock(Block):
     """A block that takes its tokens as the first argument, as its modules do."""
 
-    def __init__(self, model: PatchedModel, stack: Stack, index: int, record: UNetRecord):
-        self.record = record
+    def __init__(self, model: ModelState, stack: Stack, index: int, calls: UNetCalls):
+        """``calls`` is how the host calls the block."""
+        self.calls = calls
         super().__init__(model, stack, index)
-        self._attends_to_itself = not record.attends_to_text(self.module)
-        self._is_last = index == len(stack.blocks) - 1
-        self.merges_only_keys = self._attends_to_itself and merges_only_keys(
+        self.attends_to_itself = not calls.attends_to_text(self.module)
+        self.merges_only_keys = self.attends_to_itself and merges_only_keys(
             model.config, stack.level, model.shallowest
         )
-        self.has_plan_of_stack = not stack.is_of_video and (
+        self._is_first, self._is_last = index == 0, index == len(stack.blocks) - 1
+        self._shares_plan = not stack.is_of_video and (
             model.config.scope == "stack" or self.merges_only_keys
         )
         self._growth = growth_of(model.config, in_stacks=False)
@@ -112,26 +86,51 @@ class ModuleBlock(Block):
 
     @cached_property
     def stored(self) -> Attention | None:
-        return self.record.stored(self.module.attn1)
+        return self.calls.stored(self.module.attn1)
 
     @cached_property
-    def _weighs(self) -> StackWeights | None:
-        """What weighs the keys of its stack at once; None if each block has to."""
-        return None if self.record.weigh_stack is None else self.record.weigh_stack(self.stack)
+    def _stored_in_stack(self) -> set[Attention | None]:
+        """The attention functions that are stored with the attentions of its stack."""
+        blocks: Any = self.stack.blocks
+        attentions = (module for block in blocks for module in (block.attn1, block.attn2))
+        return {self.calls.stored(module) for module in attentions if module is not None}
+
+    @property
+    def _is_covered(self) -> bool:
+        """Whether its stack can run on merged tokens with nothing overridden between its ends."""
+        can_weigh = self.calls.weigh_stack is not None and len(self._stored_in_stack) == 1
+        return self._shares_plan and not self.merges_only_keys and can_weigh
 
     def forget(self) -> None:
-        self.outcome = Outcome(self.name)
+        super().forget()
         self._plan: Plan | None = None
         self._outer_plan: Plan | None = None
 
-    def overrides(self) -> list[Override]:
+    def covered(self, by_stack: bool) -> tuple[str, ...]:
+        if not (by_stack and self._is_first and self._is_covered):
+            return (self.name,)
+        # The last block has an outcome of its own.
+        between = range(1, len(self.stack.blocks) - 1)
+        return (self.name, *(f"{self.stack.name}.{index}" for index in between))
+
+    def overrides(self, by_stack: bool) -> list[Override]:
         config, block = self.model.config, self.module
         overrides: list[Override] = []
-        if self.record.shapes is None and self.index == 0:
+        if self._is_first and (self._shares_plan or self.calls.shapes is None):
             stack = self.stack.module
-            overrides.append((stack, "forward", self._run_stack(stack.forward)))
+            weighs = by_stack and self._is_covered and self.attends_to_itself
+            overrides.append((stack, "forward", self._run_stack(stack.forward, weighs)))
+        if by_stack and self._is_covered:
+            if self._is_first or self._is_last:
+                overrides.append((block, "forward", self._run_block(block.forward)))
+            return overrides
+        if by_stack and self._shares_plan and self.merges_only_keys:
+            if self._is_first:
+                overrides.append((block, "forward", self._run_block(block.forward)))
+            overrides.append((block.attn1, "forward", self._run_keys_of_stack(block.attn1)))
+            return overrides
         overrides.append((block, "forward", self.timed(self._run_block(block.forward))))
-        if not self._attends_to_itself:
+        if not self.attends_to_itself:
             # Its keys are text, as in the x4 upscaler, so only its queries merge.
             if config.merge_attn:
                 overrides.append((block.attn1, "forward", self._run_module(block.attn1)))
@@ -143,134 +142,117 @@ class ModuleBlock(Block):
             overrides.append((block.ff, "forward", self._run_module(block.ff)))
         return overrides
 
-    def overrides_of_stack(self) -> list[Override]:
-        if not self.has_plan_of_stack or not (self.merges_only_keys or self._weighs):
-            return self.overrides()
-        block = self.module
-        overrides: list[Override] = []
-        if self.index == 0 or (self._is_last and not self.merges_only_keys):
-            overrides.append((block, "forward", self._run_block(block.forward)))
-        if self.merges_only_keys:
-            overrides.append((block.attn1, "forward", self._run_keys_of_stack(block.attn1)))
-        return overrides
+    def _run_stack(self, forward: Forward, weighs: bool) -> Forward:
+        """The forward of the stack; ``weighs`` is whether all its keys are weighed at once."""
+        stack = self.stack
+        weigh = self.calls.weigh_stack if weighs else None
+        stored = next(iter(self._stored_in_stack)) if weighs else None
 
-    def _run_stack(self, forward: Forward) -> Forward:
         def stack_forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-            self.evaluation.feature_map = x.shape
-            return forward(x, *args, **kwargs)
+            outer, stack.current = stack.current, StackPass(x.shape)
+            try:
+                if weigh is not None:
+                    args, kwargs = weigh(stack.current, stored, *args, **kwargs)
+                return forward(x, *args, **kwargs)
+            finally:
+                stack.current = outer
 
         return stack_forward
 
     def _run_block(self, forward: Forward) -> Forward:
+        """The forward of the block, in which it merges what it is to merge."""
+        config = self.model.config
+
         def block_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            evaluation = self.evaluation
-            if self.index == 0:
-                _forget_stack(evaluation)
-            y = self._run_merged(forward, x, *args, **kwargs)
-            if self._is_last:
-                if evaluation.stack_weights is not None:
-                    evaluation.stack_weights.take_off(kwargs)
-                    evaluation.stack_weights = None
-                _forget_stack(evaluation)
-            return y
+            outcome, shared = self.outcome, self.stack.current
+            self._plan = self._outer_plan = None
+            outcome.entered(x.shape[1])
+            if shared is not None and shared.tokens is not None:
+                return self._run_in_stack(shared, forward, x, *args, **kwargs)
+            grid = self._grid_to_merge(x, args, kwargs)
+            if grid is None:
+                return forward(x, *args, **kwargs)
+            in_modules = config.scope == "module" or self.merges_only_keys
+            if not in_modules and self._is_patched(*args, **kwargs):
+                outcome.is_patched = in_modules = True
+            if in_modules:
+                if config.merge_attn or config.merge_crossattn or config.merge_mlp:
+                    outcome.reason = reasons.ATTENTION_REPLACED
+                    self._plan = self._plan_of_modules(shared, x, grid)
+                else:
+                    outcome.reason = reasons.ALL_OFF
+                return forward(x, *args, **kwargs)
+            plan = self.plan_of(x, grid, self._growth_in_stacks)
+            if plan is None:
+                return forward(x, *args, **kwargs)
+            merged = plan.merge(x)
+            if shared is not None and self._begins_stack(*args, **kwargs):
+                shared.plan, shared.tokens, shared.merged = plan, x, merged
+                if self.evaluation.by_stack and self.attends_to_itself:
+                    shared.keys = self._weights_unless_called(plan, x)
+                return self._run_in_stack(shared, forward, merged, *args, **kwargs)
+            outcome.merged(x.shape[1], plan)
+            self._outer_plan = plan
+            # Only the change is unmerged, so that every token keeps its difference from the mean.
+            return plan.add_change(x, merged, forward(merged, *args, **kwargs))
 
         return block_forward
 
-    def _run_merged(self, forward: Forward, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the block so that it merges what it is to merge."""
-        evaluation, outcome, config = self.evaluation, self.outcome, self.model.config
-        self._plan = self._outer_plan = None
-        outcome.has_run = True
-        if outcome.plan is None:
-            outcome.before = x.shape[1]
-        if evaluation.stack_tokens is not None:
-            return self._run_in_stack(forward, x, *args, **kwargs)
-        grid = self._grid_to_merge(evaluation, x, args, kwargs)
-        if grid is None:
-            return forward(x, *args, **kwargs)
-        in_modules = config.scope == "module" or self.merges_only_keys
-        if not in_modules and self._is_patched(*args, **kwargs):
-            outcome.is_patched = in_modules = True
-        if in_modules:
-            if config.merge_attn or config.merge_crossattn or config.merge_mlp:
-                outcome.reason = reasons.ATTENTION_REPLACED
-                self._plan = self._plan_of_modules(x, grid)
-            else:
-                outcome.reason = reasons.ALL_OFF
-            return forward(x, *args, **kwargs)
-        plan = self.plan_of(x, grid, self._growth_in_stacks)
-        if plan is None:
-            return forward(x, *args, **kwargs)
-        merged = plan.merge(x)
-        if self._begins_stack(*args, **kwargs):
-            evaluation.stack_plan, evaluation.stack_tokens = plan, x
-            evaluation.stack_merged = merged
-            self._weigh_stack(plan, x, kwargs)
-            return self._run_in_stack(forward, merged, *args, **kwargs)
-        outcome.merged(x.shape[1], plan)
-        self._outer_plan = plan
-        # Only the change is unmerged, so that every token keeps its difference from the mean.
-        return plan.add_change(x, merged, forward(merged, *args, **kwargs))
-
-    def _plan_of_modules(self, x: Tensor, grid: Grid) -> Plan | None:
-        """The plan of what merges in the modules; where only keys do, that of the stack."""
-        evaluation = self.evaluation
-        plan = evaluation.stack_plan
-        if plan is not None and plan.fits(x):
-            self.outcome.grid = grid
-            return plan
-        plan = self.plan_of(x, grid, self._growth)
-        if self.merges_only_keys and self.has_plan_of_stack:
-            evaluation.stack_plan = plan
-        return plan
-
-    def _run_in_stack(self, forward: Forward, merged: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def _run_in_stack(
+        self, shared: StackPass, forward: Forward, merged: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
         """Run the block on tokens that its stack has merged."""
-        evaluation = self.evaluation
-        plan, x, before = evaluation.stack_plan, evaluation.stack_tokens, evaluation.stack_merged
+        plan, x, before = shared.plan, shared.tokens, shared.merged
         assert plan is not None and x is not None and before is not None
         self.outcome.merged(x.shape[1], plan)
         self._outer_plan = plan
         y: Tensor = forward(merged, *args, **kwargs)
         return plan.add_change(x, before, y) if self._is_last else y
 
+    def _plan_of_modules(self, shared: StackPass | None, x: Tensor, grid: Grid) -> Plan | None:
+        """The plan of what merges in the modules; where only keys do, that of the stack."""
+        if shared is not None and shared.plan is not None and shared.plan.fits(x):
+            self.outcome.grid = grid
+            return shared.plan
+        plan = self.plan_of(x, grid, self._growth)
+        if shared is not None and self.merges_only_keys and self._shares_plan:
+            shared.plan = plan
+        return plan
+
     def _begins_stack(self, *args: Any, **kwargs: Any) -> bool:
         """Whether the block is the first of a stack that can run as one on merged tokens."""
-        return (
-            self.index == 0
-            and self.has_plan_of_stack
-            and (
-                self.evaluation.is_unpatched
-                or not any(
-                    self.record.needs_all_tokens(block, index, *args, **kwargs)
-                    for index, block in enumerate(self.stack.blocks)
-                )
-            )
+        if not (self._is_first and self._shares_plan):
+            return False
+        needs_all = self.calls.needs_all_tokens
+        return not self.evaluation.may_be_patched or not any(
+            needs_all(block, index, *args, **kwargs)
+            for index, block in enumerate(self.stack.blocks)
         )
 
     def _is_patched(self, *args: Any, **kwargs: Any) -> bool:
         """Whether something in the block needs all tokens."""
-        return not self.evaluation.is_unpatched and self.record.needs_all_tokens(
+        return self.evaluation.may_be_patched and self.calls.needs_all_tokens(
             self.module, self.index, *args, **kwargs
         )
 
     def _grid_to_merge(
-        self, evaluation: Evaluation, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Grid | None:
         """The grid of the block's tokens; None if they may not merge.
 
         The reason is noted, except at a level that the settings leave out.
 
         Args:
-            evaluation: the current evaluation.
             x: the tokens, ``[batch, tokens, channels]``.
             args: the block's other positional arguments.
             kwargs: the block's keyword arguments.
         """
-        shapes, count = self.record.shapes, x.shape[1]
-        shape, latent = (
-            (evaluation.feature_map, None) if shapes is None else shapes(*args, **kwargs)
-        )
+        evaluation, shapes, count = self.evaluation, self.calls.shapes, x.shape[1]
+        if shapes is not None:
+            shape, latent = shapes(*args, **kwargs)
+        else:
+            current = self.stack.current
+            shape, latent = None if current is None else current.shape, None
         if shape is None or shape[0] != x.shape[0] or shape[-2] * shape[-1] != count:
             self.outcome.reason = reasons.TOKENS_CHANGED
             return None
@@ -285,10 +267,7 @@ class ModuleBlock(Block):
             is_deeper = height < -(-tall // times) or width < -(-wide // times)
         if is_deeper:
             return None
-        if count < self.model.least_tokens:
-            self.outcome.reason = self.model.too_few(count)
-            return None
-        return Grid(height, width)
+        return Grid(height, width) if self.is_large_enough(count) else None
 
     def _run_module(self, module: Any) -> Forward:
         """The forward of a feed-forward network, or of an attention whose queries merge."""
@@ -325,18 +304,14 @@ class ModuleBlock(Block):
         merged = self._with_source(forward)
 
         def attention_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            evaluation = self.evaluation
-            plan = evaluation.stack_plan
+            shared = self.stack.current
+            plan = None if shared is None else shared.plan
             if plan is None:
                 return forward(x, *args, **kwargs)
             self.outcome.entered(x.shape[1])
-            if self._takes(plan, x, kwargs, attention, args):
-                y = self._attend_on_merged(merged, plan, x, *args, **kwargs)
-            else:
-                y = forward(x, *args, **kwargs)
-            if self._is_last:
-                _forget_stack(evaluation)
-            return y
+            if not self._takes(plan, x, kwargs, attention, args):
+                return forward(x, *args, **kwargs)
+            return self._attend_on_merged(merged, plan, x, *args, **kwargs)
 
         return attention_forward
 
@@ -393,7 +368,7 @@ class ModuleBlock(Block):
 
         If it takes a single source for keys and values, it gets the source of the values.
         """
-        name = self.record.source
+        name = self.calls.source
         if not name:
             return forward
 
@@ -407,15 +382,15 @@ class ModuleBlock(Block):
 
         return attention
 
-    def _weigh_stack(self, plan: Plan, x: Tensor, kwargs: dict[str, Any]) -> None:
-        """Weigh keys in all self-attentions of the stack, which begins, if the host can."""
-        evaluation = self.evaluation
-        if not (evaluation.weighs_stacks and self._attends_to_itself and self._weighs):
-            return
+    def _weights_unless_called(self, plan: Plan, x: Tensor) -> KeyWeights | None:
+        """What the keys of all self-attentions of the stack weigh; None if as one token each.
+
+        Until one of them is called, another node is taken to attend in its place.
+        """
         weights = self.weights(plan.log_sizes, x)
         if weights is not None:
-            evaluation.stack_weights = self._weighs
-            self._weighs.put_on(kwargs, weights)
+            weights.note(reasons.OTHER_ATTENTION)
+        return weights
 
     def _weigh(
         self, plan: Plan, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -424,26 +399,27 @@ class ModuleBlock(Block):
 
         ``args`` are its positional arguments after the tokens.
         """
-        evaluation = self.evaluation
-        is_of_stack = evaluation.weighs_stacks and plan is evaluation.stack_plan
-        weights = evaluation.stack_keys if is_of_stack else None
+        shared = self.stack.current if self.evaluation.by_stack else None
+        if shared is not None and plan is not shared.plan:
+            shared = None
+        weights = None if shared is None else shared.keys
         if weights is None:
             weights = self.weights(plan.log_sizes, x)
             if weights is None:
                 return kwargs
-            if is_of_stack:
-                evaluation.stack_keys = weights
-        if self.record.weigh_keys is None:
+            if shared is not None:
+                shared.keys = weights
+        if self.calls.weigh_keys is None:
             weights.note(reasons.NO_WEIGHTS)
             return kwargs
-        if self.record.source and self._has_other_keys(args, kwargs):
+        if self.calls.source and self._has_other_keys(args, kwargs):
             weights.note(reasons.CALLED_DIFFERENTLY)
             return kwargs
-        return self.record.weigh_keys(kwargs, weights, self.stored)
+        return self.calls.weigh_keys(kwargs, weights, self.stored)
 
     def _has_other_keys(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether other code gives the keys of a self-attention, where the host does not."""
-        return bool(args) or kwargs.get(self.record.source) is not None
+        return bool(args) or kwargs.get(self.calls.source) is not None
 
     def _takes(
         self,
@@ -458,18 +434,18 @@ class ModuleBlock(Block):
         ``attention`` is the module if it is one, and ``args`` are the positional arguments of a
         self-attention after the tokens.
         """
-        outcome, record = self.outcome, self.record
+        outcome, calls = self.outcome, self.calls
         reason = None
-        if attention is not None and record.in_the_way is not None:
-            reason = record.in_the_way(attention)
+        if attention is not None and calls.in_the_way is not None:
+            reason = calls.in_the_way(attention)
         # Only a self-attention has the block's own tokens as keys.
-        is_own = bool(record.source) and self._attends_to_itself and attention is self.module.attn1
+        is_own = bool(calls.source) and self.attends_to_itself and attention is self.module.attn1
         if reason is None and is_own and self._has_other_keys(args, kwargs):
             reason = reasons.OTHER_KEYS
         if reason is not None:
             outcome.left_out = outcome.reason = reason
             return False
-        for name in record.masks:
+        for name in calls.masks:
             if kwargs.get(name) is not None:
                 outcome.reason = reasons.ATTENTION_MASKED
                 return False
@@ -478,12 +454,6 @@ class ModuleBlock(Block):
             return False
         outcome.before, outcome.plan = x.shape[1], plan
         return True
-
-
-def _forget_stack(evaluation: Evaluation) -> None:
-    """Drop what the blocks of the running stack share."""
-    evaluation.stack_plan = evaluation.stack_keys = None
-    evaluation.stack_tokens = evaluation.stack_merged = None
 
 
 def merges_only_keys(config: ToMeConfig, level: int, shallowest: int) -> bool:
@@ -498,20 +468,3 @@ def merges_only_keys(config: ToMeConfig, level: int, shallowest: int) -> bool:
 def is_masked(kwargs: Mapping[str, Any], masks: Iterable[str]) -> bool:
     """Whether any argument named in ``masks`` is given."""
     return any(kwargs.get(name) is not None for name in masks)
-
-
-def layers_by_level(model: nn.Module) -> Iterator[Layer]:
-    """The modules of a UNet whose code descends from latent-diffusion's.
-
-    Its modules are in the order in which they run, and the classes of layers between its levels are
-    named ``Downsample`` and ``Upsample``.
-    """
-    level = 1
-    for name, module in model.named_modules():
-        kind = type(module).__name__
-        # A residual block resizes its skip connection, too; this counts only once.
-        if kind == "Downsample" and not name.endswith(".x_upd"):
-            level *= 2
-        elif kind == "Upsample" and not name.endswith(".x_upd"):
-            level //= 2
-        yield name, module, level

@@ -4,7 +4,7 @@ An error in reporting never stops the sampling.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Set
 from threading import Lock
 from typing import Any
 
@@ -13,21 +13,22 @@ from comfy.model_management import InterruptProcessingException
 
 from .. import reasons
 from ..merging.plan import Grid
-from ..patching.blocks import Evaluated, Observer
-from ..patching.evaluation import Run
+from ..patching.evaluation import Observer, Result
+from ..patching.model_run import ModelRun
 from ..patching.overrides import Forward
 from ..patching.prospects import prospects_of
 from ..report import log_line
 from ..report.counts import Counts
 from ..report.gain import gain_of
-from ..report.last_run import LastRun
 from ..report.recording import Recorder
+from ..report.run_record import RunRecord
+from .step_count import StepCount
 
 log = logging.getLogger("tome_nodes")
 
 
-class RunReport(Observer):
-    """Follows a sampling run from its first evaluation, and reports it at its end."""
+class ModelReport(Observer):
+    """Follows a model through a sampling run, and reports it at the end."""
 
     def __init__(
         self,
@@ -47,9 +48,9 @@ class RunReport(Observer):
         self._on_step = on_step
         self._details = Recorder(latent, device) if with_details else None
         self._step: int | None = None
-        self._followers = [self._counts.evaluated, self._show]
+        self._followers = [self._counts.note, self._show]
         if self._details is not None:
-            self._followers.append(self._details.evaluated)
+            self._followers.append(self._details.note)
         self.follows_blocks = with_details
         # ComfyUI may evaluate a model and its clones on several devices at once.
         self._lock = Lock()
@@ -57,7 +58,7 @@ class RunReport(Observer):
     def timed(self, block: str, forward: Forward) -> Forward:
         return forward if self._details is None else self._details.timed(block, forward)
 
-    def evaluated(self, result: Evaluated) -> None:
+    def note(self, result: Result) -> None:
         with self._lock:
             for follower in [*self._followers]:
                 try:
@@ -68,7 +69,7 @@ class RunReport(Observer):
                     self._followers.remove(follower)
                     warn("the report of this run is not complete", error)
 
-    def _show(self, result: Evaluated) -> None:
+    def _show(self, result: Result) -> None:
         """Show what the first evaluation of a step did."""
         if self._on_step is not None and result.step != self._step:
             self._step = result.step
@@ -76,18 +77,16 @@ class RunReport(Observer):
 
     def finish(
         self,
-        run: Run,
+        run: ModelRun,
         model: Any,
-        begun: Callable[[], Mapping[int, float]],
+        steps: StepCount,
         others: Set[str],
-        gpu_waited: bool,
         forecast_steps: Set[int],
-    ) -> LastRun | None:
+    ) -> RunRecord | None:
         """The record of the run; None if an error, which is logged, prevented it.
 
-        ``model`` is the BaseModel of ComfyUI that was evaluated, ``begun`` returns when its
-        steps began, ``others`` are the nodes that may be in the way, ``gpu_waited`` is whether the
-        GPU waited for the host in most steps, and no model ran in ``forecast_steps``.
+        ``model`` is the BaseModel of ComfyUI that was evaluated, ``others`` are the nodes that may
+        be in the way, and no model ran in ``forecast_steps``.
         """
         try:
             counts, engine, patched = self._counts, run.engine, run.model
@@ -100,9 +99,10 @@ class RunReport(Observer):
             if counts.merged or forecast_steps:
                 saved = patched.saved(self._latent)
                 gain = gain_of(
-                    counts, patched.config, begun(), saved, patched.shallowest, gpu_waited
+                    *(counts, patched.config, steps.begun(), saved),
+                    *(patched.shallowest, steps.gpu_waited),
                 )
-            return LastRun(
+            return RunRecord(
                 model=type(model.model_config).__name__,
                 config=patched.config,
                 counts=counts,

@@ -1,0 +1,225 @@
+"""The part of a sampling run in ComfyUI that merges tokens.
+
+The wrapper of a model evaluation puts ``forward`` overrides on the transformer blocks, and takes
+them off again.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from threading import Lock
+from typing import Any
+
+import torch
+from comfy.patcher_extension import WrapperExecutor
+from torch import Tensor, nn
+
+from .. import reasons
+from ..merging.plan import Grid
+from ..patching.engine import MakeStrategy
+from ..patching.model import uncompiled
+from ..patching.model_run import ModelRun
+from ..patching.schedule import MergingStep, is_active, progress_at
+from ..report.run_record import RunRecord
+from ..settings.config import ToMeConfig
+from . import comfy_compiler, host_checks, neighbours
+from .model_report import ModelReport
+from .models import record_of
+from .models.base import ComfyRecord
+from .models.unet import has_patches
+from .step_count import StepCount
+
+KEY = "tome_nodes"
+"""The transformer option with the part of the run that an evaluation belongs to."""
+
+# Not ``__name__``: ComfyUI names the package after its folder.
+log = logging.getLogger("tome_nodes")
+
+
+def apply_model(
+    executor: WrapperExecutor,
+    x: Tensor,
+    t: Tensor,
+    c_concat: Tensor | None = None,
+    c_crossattn: Tensor | None = None,
+    control: Any = None,
+    transformer_options: dict[str, Any] | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    """Wrap one model evaluation."""
+    options = {} if transformer_options is None else transformer_options
+    call = partial(executor, x, t, c_concat, c_crossattn, control, options, *args, **kwargs)
+    merging: MergingPart | None = options.get(KEY)
+    if merging is None:
+        return call()
+    # With sound, the latent is the first of what is packed into ``x``.
+    packed = kwargs.get("latent_shapes")
+    shape = packed[0] if packed else x.shape
+    return merging.evaluate(executor.class_obj, shape, kwargs, t, options, call)
+
+
+@dataclass(frozen=True, eq=False)
+class _Known:
+    """A model of a run.
+
+    Attributes:
+        record: what is known about models of its kind; None if it cannot merge.
+        run: its evaluations; None if it cannot merge.
+    """
+
+    record: ComfyRecord | None = None
+    run: ModelRun | None = None
+
+
+class MergingPart:
+    """Merges tokens in one sampling run, which may evaluate several models in several threads."""
+
+    def __init__(
+        self,
+        config: ToMeConfig,
+        make_strategy: MakeStrategy,
+        on_step: Callable[[str], None] | None,
+        with_details: bool,
+        steps: StepCount,
+    ):
+        """Prepare a run.
+
+        Args:
+            config: the settings.
+            make_strategy: makes the strategy.
+            on_step: called once in every step with a short text on what was merged.
+            with_details: whether to record the run in detail.
+            steps: counts its steps.
+        """
+        self._config = config
+        self._make_strategy = make_strategy
+        self._on_step = on_step
+        self._with_details = with_details
+        self._steps = steps
+        self._known: dict[nn.Module, _Known] = {}
+        self._reports: dict[type, tuple[ModelReport, ModelRun, Any]] = {}
+        # Whether merging is on in a part of the run only.
+        self._has_span = config.start_percent > 0 or config.end_percent < 1
+        self._begins = 0.0
+        self._others: set[str] = set()
+        self._lock = Lock()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "MergingPart":
+        # Another node may copy the transformer options, which hold this, for every evaluation.
+        return self
+
+    @contextmanager
+    def installed(self, model_options: Mapping[str, Any]) -> Iterator[None]:
+        """Take part in a run, whose model options these are, until ComfyUI drops them."""
+        options = model_options["transformer_options"]
+        options[KEY] = self
+        with comfy_compiler.switched_off(options):
+            yield
+
+    def evaluate(
+        self,
+        model: Any,
+        shape: Sequence[int],
+        conditions: Mapping[str, Any],
+        t: Tensor,
+        options: dict[str, Any],
+        call: Callable[[], Tensor],
+    ) -> Tensor:
+        """Evaluate a model, merging tokens.
+
+        Args:
+            model: a BaseModel of ComfyUI.
+            shape: the shape of the latent, or of the part of it that is evaluated.
+            conditions: the arguments of the model, by name, besides the latent.
+            t: the noise levels of the samples.
+            options: the transformer options.
+            call: evaluates the model.
+        """
+        network = uncompiled(model.diffusion_model)
+        must_read = self._has_span or not self._steps.is_counted
+        level = noise_level(t) if must_read else None
+        with self._lock:
+            known = self._known.get(network)
+            if known is None:
+                known = self._known[network] = self._met(network, model, shape, t.device)
+            step = self._step(model, t.device, level)
+        run, record = known.run, known.record
+        if run is None or record is None:
+            return call()
+        others = neighbours.modules_in(options, own=KEY)
+        self._others |= others
+        obstacle = record.obstacle(network, conditions) or neighbours.obstacle_in(others)
+        if torch.is_grad_enabled() and _recomputes(network):
+            obstacle = reasons.RECOMPUTED
+        grid, dtype = record.grid(network, shape), model.get_dtype_inference()
+        return run.evaluate(call, step, grid, t.device, dtype, obstacle, has_patches(options))
+
+    def _met(
+        self, network: nn.Module, model: Any, shape: Sequence[int], device: torch.device
+    ) -> _Known:
+        """A model that is new in this run; a warning in the log if it cannot merge.
+
+        Models of one class are deep clones of each other, and share a report.
+        """
+        is_first = not self._reports
+        if is_first and self._has_span:
+            to_sigma = model.model_sampling.percent_to_sigma
+            self._begins = progress_at(self._steps.schedule[0], to_sigma)
+        try:
+            record = record_of(network)
+            changed = None if is_first else record.changed_part(network)
+            obstacle = changed and f"{host_checks.version()} has another {changed}"
+        except ValueError as error:
+            obstacle = str(error)
+        if obstacle is not None:
+            log.warning("[ToMe] a second model of this run stays unmerged: %s", obstacle)
+            return _Known()
+        kind = type(network)
+        if kind in self._reports:
+            report = self._reports[kind][0]
+        else:
+            report = ModelReport(
+                max(1, self._steps.total),
+                Grid(*shape[-2:]),
+                device,
+                self._on_step if is_first else None,
+                is_first and self._with_details,
+            )
+        config = record.in_effect(self._config)
+        run = ModelRun(config, record, network, self._make_strategy, report)
+        self._reports.setdefault(kind, (report, run, model))
+        return _Known(record, run)
+
+    def _step(self, model: Any, device: torch.device, level: float | None) -> MergingStep:
+        """The step of an evaluation; ``level`` is its noise level if it has to be known."""
+        index, last = self._steps.of_evaluation(device, level), self._steps.last
+        is_on = True
+        if self._has_span and level is not None:
+            is_on = is_active(self._config, level, model.model_sampling.percent_to_sigma)
+        progress = index / last if last else 0.0
+        return MergingStep(index, progress, index, is_on, self._begins)
+
+    def finish(self, forecast_steps: Set[int] = frozenset()) -> list[RunRecord]:
+        """The records of the run, one for each class of model; none if nothing was evaluated.
+
+        No model ran in ``forecast_steps``.
+        """
+        others = {neighbours.short(other) for other in self._others}
+        records = [
+            report.finish(run, model, self._steps, others, forecast_steps)
+            for report, run, model in self._reports.values()
+        ]
+        return [record for record in records if record is not None]
+
+
+def noise_level(t: Tensor) -> float:
+    """The highest noise level of some samples."""
+    return max(t.flatten().tolist())
+
+
+def _recomputes(network: nn.Module) -> bool:
+    """Whether ComfyUI's node Train LoRA runs modules of a network again for their gradients."""
+    return any("org_forward" in vars(module) for module in network.modules())

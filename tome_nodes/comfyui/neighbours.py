@@ -1,0 +1,54 @@
+"""Other nodes that take part in an evaluation, as its transformer options show."""
+
+from collections.abc import Mapping, Set
+from functools import partial
+from typing import Any
+
+from .. import reasons
+from .models.base import OVERRIDE
+
+IN_THE_WAY = {
+    "nodes_tomesd": reasons.CORE_TOME,
+    # It needs as many keys as queries, and raises no error if merging leaves fewer.
+    "nodes_sparse_attention": reasons.SPARSE_ATTENTION,
+}
+"""Why nothing merges beside some of ComfyUI's own nodes, by their modules."""
+
+
+def modules_in(options: Mapping[str, Any], own: str) -> Set[str]:
+    """The modules of the functions that nodes put into attention or blocks.
+
+    Modules with ``own`` in their name are left out.
+    """
+    functions = [options.get(OVERRIDE)]
+    for name, patches in options.get("patches", {}).items():
+        functions += patches if name.startswith("attn") else ()
+    for replaced in options.get("patches_replace", {}).values():
+        functions += replaced.values()
+    modules = {_module_of(each) for each in functions if each}
+    return {module for module in modules if own not in module}
+
+
+def obstacle_in(modules: Set[str]) -> str | None:
+    """Why nothing merges beside functions of some modules; None if something may."""
+    return next(
+        (
+            reason
+            for module, reason in IN_THE_WAY.items()
+            if any(other.endswith(module) for other in modules)
+        ),
+        None,
+    )
+
+
+def short(module: str) -> str:
+    """The name of the pack that a module is from, or of a module of ComfyUI itself."""
+    before, _, pack = module.replace("\\", "/").replace(".", "/").rpartition("custom_nodes/")
+    return pack.partition("/")[0] if before else pack.rpartition("/")[2]
+
+
+def _module_of(function: Any) -> str:
+    """The module that a function is from, or its class."""
+    while isinstance(function, partial):
+        function = function.func
+    return getattr(function, "__module__", None) or type(function).__module__

@@ -1,0 +1,189 @@
+"""A patched model: its blocks, and the evaluation that goes on."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Protocol
+
+from torch import nn
+
+from .. import reasons
+from ..merging.plan import Grid
+from ..settings.config import ToMeConfig
+from ..strategies.cells import LARGE, LEAST
+from .attention_trial import Attention
+from .block import Block
+from .evaluation import Evaluation, ModelState, Observer, Outcome
+from .overrides import Override, Overrides
+from .stack import Stack
+from .work import Work
+
+LEAST_SAVED = 0.05
+"""Where a preset saves a smaller share of an evaluation's work, nothing merges: it would cost about
+as much time as it saves."""
+
+
+class ModelRecord(Protocol):
+    """What is known about the models of one kind."""
+
+    def stacks(self, model: Any) -> Iterable[Stack]:
+        """The stacks of a model, in the order in which they run."""
+
+    def block(self, model: ModelState, stack: Stack, index: int) -> Block:
+        """The block at an index of a stack."""
+
+    def work(self, model: Any, blocks: Sequence[Block]) -> Work | None:
+        """What an evaluation of a model with these blocks costs; None if that is not known."""
+
+    def attentions(self) -> Iterable[Attention]:
+        """The attention functions that the host now calls for models; empty if it has its own way
+        to weigh keys."""
+
+
+class PatchedModel(ModelState):
+    """A model whose blocks merge tokens.
+
+    Attributes:
+        record: what is known about models of its kind.
+        blocks: all its blocks.
+        max_downsample: how many times smaller than the latent the smallest grid that merges is;
+            ``auto`` is resolved. Where the share grows with the map, see :meth:`deepest`.
+    """
+
+    def __init__(
+        self,
+        config: ToMeConfig,
+        record: ModelRecord,
+        model: nn.Module,
+        observer: Observer,
+    ):
+        stacks = [*record.stacks(model)]
+        levels = Counter(stack.level for stack in stacks for _ in stack.blocks)
+        super().__init__(model, config, observer, min(levels), config.min_tokens or LEAST)
+        self.record = record
+        self.max_downsample = deepest_level(config, levels)
+        self._levels = sorted(levels)
+        self._overrides: dict[tuple[int, bool], Overrides] = {}
+        self._deepest: dict[Grid, int] = {}
+        self._too_little: dict[Grid, str | None] = {}
+        self._overridden: dict[int, list[Block]] = {}
+        self.blocks = [
+            record.block(self, stack, index)
+            for stack in stacks
+            for index in range(len(stack.blocks))
+        ]
+
+    def deepest(self, latent: Grid) -> int:
+        """How many times smaller than a latent the smallest grid that merges is."""
+        if not self.config.grows:
+            return self.max_downsample
+        if latent not in self._deepest:
+            least = LARGE if self.config.scope == "module" else self.least_tokens
+            large = [level for level in self._levels if latent.downsampled(level).tokens >= least]
+            self._deepest[latent] = max([self.max_downsample, *large])
+        return self._deepest[latent]
+
+    def saved(self, latent: Grid) -> float | None:
+        """The share of an evaluation's work that merging saves; None if that is not known."""
+        if self._work is None:
+            return None
+        return self._work.saved(self.config, latent, self.least_tokens, self.deepest(latent))
+
+    def too_little(self, latent: Grid) -> str | None:
+        """Why nothing merges in any block, as too little would; None if something may.
+
+        Only presets that merge the more, the larger a map is, go by the work that is saved.
+        """
+        if latent not in self._too_little:
+            most = latent.downsampled(self.shallowest).tokens
+            saved = self.saved(latent) if self.config.grows else None
+            reason = None
+            if most < self.least_tokens and not self.observer.follows_blocks:
+                reason = self.too_few(most)
+            elif saved is not None and saved < LEAST_SAVED:
+                reason = reasons.saves_little(saved, LEAST_SAVED)
+            self._too_little[latent] = reason
+        return self._too_little[latent]
+
+    def attentions(self) -> set[Attention]:
+        """The attention functions that its blocks will call, as far as the host tells."""
+        stored = (block.stored for block in self.blocks)
+        return {*self.record.attentions(), *(each for each in stored if each is not None)}
+
+    def begin(self, evaluation: Evaluation) -> None:
+        """Put the overrides on for an evaluation, which may be within another."""
+        outer = evaluation.outer = self.evaluation
+        self.evaluation = evaluation
+        if outer is not None:
+            self._overrides_for(outer).take_off()
+        try:
+            self._overrides_for(evaluation).put_on()
+        except BaseException:
+            self.end(evaluation)
+            raise
+
+    def end(self, evaluation: Evaluation) -> None:
+        """Take the overrides off again, and drop what the evaluation has left in blocks."""
+        self._overrides_for(evaluation).take_off()
+        if evaluation.outer is not None:
+            self._overrides_for(evaluation.outer).put_on()
+        for block in self._overridden_blocks(evaluation.deepest):
+            if block.outcome.has_run:
+                block.forget()
+        self.evaluation = evaluation.outer
+
+    def outcomes(self, evaluation: Evaluation) -> list[Outcome]:
+        """The outcomes of the blocks that have run."""
+        outcomes = []
+        for block in self._overridden_blocks(evaluation.deepest):
+            outcome = block.outcome
+            if outcome.has_run:
+                if evaluation.by_stack:
+                    outcome.blocks = block.covered(by_stack=True)
+                outcome.complete()
+                outcomes.append(outcome)
+        return outcomes
+
+    def _overrides_for(self, evaluation: Evaluation) -> Overrides:
+        """What modules run instead of their own methods in an evaluation."""
+        kind = evaluation.deepest, evaluation.by_stack
+        if kind not in self._overrides:
+            self._overrides[kind] = Overrides(lambda: self._make_overrides(*kind))
+        return self._overrides[kind]
+
+    def _make_overrides(self, deepest: int, by_stack: bool) -> Iterator[Override]:
+        for block in self._overridden_blocks(deepest):
+            yield from block.overrides(by_stack)
+
+    def _overridden_blocks(self, deepest: int) -> list[Block]:
+        """The blocks that are overridden if grids may be ``deepest`` times smaller to be merged."""
+        if self.observer.follows_blocks:
+            return self.blocks
+        if deepest not in self._overridden:
+            blocks = [block for block in self.blocks if block.stack.level <= deepest]
+            self._overridden[deepest] = blocks
+        return self._overridden[deepest]
+
+    @cached_property
+    def _work(self) -> Work | None:
+        return self.record.work(self.model, self.blocks)
+
+
+def deepest_level(config: ToMeConfig, blocks_by_level: Mapping[int, int]) -> int:
+    """How many times smaller than the latent a grid may be to be merged.
+
+    Args:
+        config: the settings.
+        blocks_by_level: by :attr:`Stack.level`, the number of blocks; not empty.
+    """
+    if config.max_downsample != "auto":
+        return config.max_downsample
+    if config.scope == "module":
+        return min(blocks_by_level)
+    # Merging whole blocks pays off at the level with most blocks: in SDXL, one level deeper.
+    return min(blocks_by_level, key=lambda level: (-blocks_by_level[level], level))
+
+
+def uncompiled(module: Any) -> Any:
+    """The module that a compiled module runs, or the module itself if it is not compiled."""
+    return getattr(module, "_orig_mod", module)

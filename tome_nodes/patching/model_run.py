@@ -1,0 +1,232 @@
+"""How every evaluation of a model runs, in any host.
+
+First it is decided whether to merge, on which device, at which ratio and with which random picks.
+Then the overrides go on, the model runs, the overrides come off, and the observer gets the result.
+"""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from threading import RLock
+from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import nn
+
+from .. import reasons
+from ..merging.plan import Grid
+from ..ops.random_picks import step_key
+from ..settings.config import ToMeConfig
+from .compiling import has_no_more_graphs, with_graphs_so_far
+from .engine import Engine, MakeStrategy, first_line, make_engine
+from .evaluation import Evaluation, Observer, Result
+from .model import ModelRecord, PatchedModel
+from .schedule import MergingStep, ratio_at
+
+log = logging.getLogger("tome_nodes")
+
+Answer = TypeVar("Answer")
+
+_locks: WeakKeyDictionary[nn.Module, RLock] = WeakKeyDictionary()
+"""What a thread holds while it evaluates a model; evaluations may be nested."""
+
+_said: WeakSet[nn.Module] = WeakSet()
+"""The models of which it was said that the compiler makes no more graphs."""
+
+
+class Begun(NamedTuple):
+    """An evaluation that has begun.
+
+    Attributes:
+        lock: what this thread holds until it ends.
+        step: its step.
+        obstacle: why nothing merges in it; None if something may.
+        evaluation: its state; None if nothing merges.
+    """
+
+    lock: RLock
+    step: MergingStep
+    obstacle: str | None
+    evaluation: Evaluation | None
+
+
+class ModelRun:
+    """The evaluations of one model in a sampling run.
+
+    Attributes:
+        model: the model and its blocks.
+        engine: what merging runs on; None before the first evaluation that may merge.
+        stopped: why nothing merges any more, as a merged evaluation failed and an unmerged one did
+            not; else None.
+        may_compile: whether the compiler of the model may make graphs; False once it has said that
+            it makes no more.
+    """
+
+    def __init__(
+        self,
+        config: ToMeConfig,
+        record: ModelRecord,
+        model: nn.Module,
+        make_strategy: MakeStrategy,
+        observer: Observer,
+    ):
+        self.model = PatchedModel(config, record, model, observer)
+        self.engine: Engine | None = None
+        self.stopped: str | None = None
+        self.may_compile = True
+        self._may_merge = False
+        self._config = config
+        self._make_strategy = make_strategy
+        self._engines: dict[tuple[torch.device, torch.dtype, bool], Engine] = {}
+
+    def evaluate(
+        self,
+        call: Callable[[], Answer],
+        step: MergingStep,
+        latent: Grid,
+        device: torch.device,
+        dtype: torch.dtype,
+        obstacle: str | None = None,
+        may_be_patched: bool = True,
+    ) -> Answer:
+        """The answer of a model that merges tokens; that of the plain model if merging fails.
+
+        Merging fails if there is too little memory, or if a compiler of the model fails on it. If
+        that only makes no more graphs, the answer is that of the graphs so far, or of none. The
+        observer gets the result, unless the evaluation raised. Threads wait for each other.
+
+        Args:
+            call: evaluates the model.
+            step: where the evaluation is in its run.
+            latent: the grid at level 1, of the latent or of the part of it that is evaluated.
+            device: the device on which the blocks will run.
+            dtype: the dtype of their tokens.
+            obstacle: why nothing can merge in this evaluation, according to the host; else None.
+            may_be_patched: whether other code may patch the inside of blocks; False if the host
+                knows that none does.
+        """
+        given = step, latent, device, dtype, obstacle, may_be_patched
+        if not self.may_compile:
+            call = partial(with_graphs_so_far, call)
+        try:
+            return self._evaluated(call, *given)
+        except Exception as error:
+            self.may_compile = not has_no_more_graphs(error)
+            why = _why_stopped(error) if self._may_merge and self.may_compile else None
+            if why is None and self.may_compile:
+                raise
+        # Not in the except block, where the traceback keeps the tensors of the evaluation.
+        if why is None:
+            return self._evaluated(partial(with_graphs_so_far, call), *given)
+        self.stopped = why
+        try:
+            answer = self._evaluated(call, *given)
+        except BaseException:
+            self.stopped = None
+            raise
+        log.warning("[ToMe] %s; the rest of this run goes on without merging", why)
+        return answer
+
+    def _evaluated(self, call: Callable[[], Answer], *given: Any) -> Answer:
+        begun = self.begin(*given)
+        try:
+            answer = call()
+            self.note(begun)
+        finally:
+            self.end(begun)
+        return answer
+
+    def begin(
+        self,
+        step: MergingStep,
+        latent: Grid,
+        device: torch.device,
+        dtype: torch.dtype,
+        obstacle: str | None,
+        may_be_patched: bool,
+    ) -> Begun:
+        """Begin an evaluation, which is to be ended whatever happens; see :meth:`evaluate`."""
+        model = self.model
+        lock = _locks.setdefault(model.model, RLock())
+        with lock:
+            obstacle = self._obstacle(step, latent, device, dtype, obstacle)
+            self._may_merge = obstacle is None
+            evaluation = None
+            if obstacle is None:
+                evaluation = self._evaluation(step, latent, device, may_be_patched)
+                model.begin(evaluation)
+            lock.acquire()
+        return Begun(lock, step, obstacle, evaluation)
+
+    def note(self, begun: Begun) -> None:
+        """Tell the observer what an evaluation did."""
+        model, (_, step, obstacle, evaluation) = self.model, begun
+        outcomes = [] if evaluation is None else model.outcomes(evaluation)
+        if evaluation is not None and evaluation.is_uncompiled and model.model not in _said:
+            _said.add(model.model)
+            log.warning("[ToMe] %s", reasons.NO_MORE_GRAPHS)
+        blocks = len(model.blocks)
+        model.observer.note(Result(step.index, blocks, outcomes, obstacle, step.is_active))
+
+    def end(self, begun: Begun) -> None:
+        """End an evaluation."""
+        try:
+            if begun.evaluation is not None:
+                self.model.end(begun.evaluation)
+        finally:
+            begun.lock.release()
+
+    def _obstacle(
+        self,
+        step: MergingStep,
+        latent: Grid,
+        device: torch.device,
+        dtype: torch.dtype,
+        obstacle: str | None,
+    ) -> str | None:
+        """Why nothing can merge in an evaluation; None if merging may be tried."""
+        if not step.is_active:
+            config = self._config
+            return reasons.percents(config.start_percent, config.end_percent, step.begins)
+        if self.stopped is not None:
+            return self.stopped
+        if obstacle is not None:
+            return obstacle
+        engine = self.engine = self._engine(device, dtype)
+        if engine.error is not None:
+            return reasons.cannot_merge(device, engine.error)
+        return self.model.too_little(latent)
+
+    def _evaluation(
+        self, step: MergingStep, latent: Grid, device: torch.device, may_be_patched: bool
+    ) -> Evaluation:
+        config, engine, model = self._config, self.engine, self.model
+        assert engine is not None
+        key = step_key(config.seed, step.picks)
+        engine.strategy.begin(torch.full((), key, dtype=torch.int64, device=device))
+        by_stack = not (may_be_patched or torch.is_grad_enabled() or model.observer.follows_blocks)
+        ratio, deepest = ratio_at(config, step.progress), model.deepest(latent)
+        return Evaluation(engine, ratio, latent, deepest, may_be_patched, by_stack)
+
+    def _engine(self, device: torch.device, dtype: torch.dtype) -> Engine:
+        # Kernels give no gradients.
+        place = device, dtype, torch.is_grad_enabled()
+        if place not in self._engines:
+            engine = make_engine(self._config, self._make_strategy, device, dtype)
+            if self._config.proportional_attn:
+                engine.ways.prepare(self.model.attentions())
+            self._engines[place] = engine
+        return self._engines[place]
+
+
+def _why_stopped(error: Exception) -> str | None:
+    """The reason to merge no more after an error; None if merging is not to blame for it."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return reasons.NO_MEMORY
+    # By name, as importing the compiler takes seconds.
+    if not any(kind.__module__.startswith("torch._dynamo") for kind in type(error).__mro__):
+        return None
+    # If a backend has failed, its own error.
+    inner = getattr(error, "inner_exception", error)
+    return reasons.not_compiled(f"{type(inner).__name__}: {first_line(inner)}")
