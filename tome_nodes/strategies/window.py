@@ -114,15 +114,13 @@ def split_windows(grid: Grid, sy: int, sx: int, picks: Tensor) -> tuple[Tensor, 
         no window are in neither.
     """
     src, dst = split_cells(grid, sy, sx, picks)
-    rows, columns = dst.shape
     high, wide = window_cells(grid, sy, sx)
 
     def by_window(tokens: Tensor) -> Tensor:
-        tokens = tokens[: rows // high * high, : columns // wide * wide]
-        tokens = tokens.reshape(rows // high, high, columns // wide, wide, -1)
-        return tokens.transpose(1, 2).reshape(rows // high * (columns // wide), -1)
+        windows = tokens.unfold(0, high, high).unfold(1, wide, wide)
+        return windows.movedim(2, 4).flatten(2).flatten(0, 1)
 
-    return by_window(src), by_window(dst)
+    return by_window(src), by_window(dst[:, :, None])
 
 
 def window_cells(grid: Grid, sy: int, sx: int) -> tuple[int, int]:
