@@ -198,8 +198,8 @@ def split_cells(grid: Grid, sy: int, sx: int, picks: Tensor) -> tuple[Tensor, Te
     """
     cells = grid.cells(sy, sx)
     tokens = torch.arange(grid.tokens, device=picks.device).view(grid.height, grid.width)
-    by_cell = tokens[: cells.height * sy, : cells.width * sx]
-    by_cell = by_cell.reshape(cells.height, sy, cells.width, sx).transpose(1, 2).flatten(2)
+    # Not by slices: a compiler would make a graph for sides that cells fill, and one for others.
+    by_cell = tokens.unfold(0, sy, sy).unfold(1, sx, sx).flatten(2)
     picks = picks.view(cells.height, cells.width, 1)
     others = torch.arange(sy * sx - 1, device=picks.device)
     others = others + (others >= picks)

@@ -114,15 +114,13 @@ def split_windows(grid: Grid, sy: int, sx: int, picks: Tensor) -> tuple[Tensor, 
         no window are in neither.
     """
     src, dst = split_cells(grid, sy, sx, picks)
-    rows, columns = dst.shape
     high, wide = window_cells(grid, sy, sx)
 
     def by_window(tokens: Tensor) -> Tensor:
-        tokens = tokens[: rows // high * high, : columns // wide * wide]
-        tokens = tokens.reshape(rows // high, high, columns // wide, wide, -1)
-        return tokens.transpose(1, 2).reshape(rows // high * (columns // wide), -1)
+        windows = tokens.unfold(0, high, high).unfold(1, wide, wide)
+        return windows.movedim(2, 4).flatten(2).flatten(0, 1)
 
-    return by_window(src), by_window(dst)
+    return by_window(src), by_window(dst[:, :, None])
 
 
 def window_cells(grid: Grid, sy: int, sx: int) -> tuple[int, int]:
@@ -136,10 +134,9 @@ def window_cells(grid: Grid, sy: int, sx: int) -> tuple[int, int]:
 
 
 def _cells_along(cells: int, side: int) -> int:
-    choice = min(cells, _CELLS_ALONG, WINDOW_SIDE // side)
-    while 8 * (cells % choice) > cells:
-        choice -= 1
-    return choice
+    # A plain number also where a compiler has a symbol for the number of cells.
+    choices = range(min(_CELLS_ALONG, WINDOW_SIDE // side), 1, -1)
+    return next((each for each in choices if each <= cells >= 8 * (cells % each)), 1)
 
 
 def match_windows(
@@ -178,18 +175,18 @@ class _Pieces(NamedTuple):
 def _pieces(features: Tensor, src: Tensor, dst: Tensor) -> _Pieces:
     """All windows; arguments as of :func:`match_windows`."""
     batch, tokens, channels = features.shape
-    windows = at_once = src.shape[0]
-    # A compiler would make a graph for each batch.
+    parts = [(src, dst)]
+    # A compiler would make a graph for each number of parts.
     if features.device.type == "cpu" and not torch.compiler.is_compiling():
         at_once = max(1, _CPU_FEATURES_AT_ONCE // (batch * channels * src.shape[1]))
+        parts = [*zip(src.split(at_once), dst.split(at_once), strict=True)]
     every = torch.arange(batch * tokens, device=features.device).view(batch, tokens)
     first = every[:, :1, None]
     pieces = []
-    for begin in range(0, windows, at_once):
-        own_src, own_dst = src[begin : begin + at_once], dst[begin : begin + at_once]
+    for own_src, own_dst in parts:
         rows = (first + own_src).flatten(), (first + own_dst).flatten()
         pieces.append((own_src.expand(batch, -1, -1), own_dst.expand(batch, -1, -1), *rows))
-    return _Pieces(windows, every[:1].expand(batch, -1), pieces)
+    return _Pieces(len(src), every[:1].expand(batch, -1), pieces)
 
 
 def _match_pieces(features: Tensor, cut: _Pieces, quota: int, ops: Operations) -> Plan:
