@@ -410,14 +410,14 @@ def test_what_the_answer_goes_by_has_to_stay_but_the_values_of_control_do_not():
     scheduler = scheduler_of("Euler")
     given = {"timestep": torch.tensor(500.0), **inputs(unet)}
 
-    def course(**others):
-        return noise_call(unet, (), given | others, scheduler).course
+    def conditions(**others):
+        return noise_call(unet, (), given | others, scheduler).conditions
 
     sample, text = given["sample"], given["encoder_hidden_states"]
-    assert course() == course() == course(timestep=torch.tensor(100.0))
+    assert conditions() == conditions() == conditions(timestep=torch.tensor(100.0))
     noisier = sample.clone()
     noisier[:, :4] += 1
-    assert course(sample=noisier) == course()
+    assert conditions(sample=noisier) == conditions()
     masked = sample.clone()
     masked[:, 4] += 1
     added = given["added_cond_kwargs"]
@@ -431,10 +431,10 @@ def test_what_the_answer_goes_by_has_to_stay_but_the_values_of_control_do_not():
         {"cross_attention_kwargs": {"scale": 0.5}},
         control,
     ]
-    courses = {course(**others) for others in [{}, *changed]}
-    assert len(courses) == 1 + len(changed)
+    all_conditions = {conditions(**others) for others in [{}, *changed]}
+    assert len(all_conditions) == 1 + len(changed)
     doubled = {name: 2 * residual for name, residual in control.items()}
-    assert course(**control) == course(**doubled)
+    assert conditions(**control) == conditions(**doubled)
     by_place = noise_call(unet, (sample, 500, text), {"added_cond_kwargs": added}, scheduler)
     assert isinstance(by_place, NoiseCall)
     assert torch.equal(by_place.latent, sample[:, :4])

@@ -14,7 +14,7 @@ from tome_nodes.forecasting.forecasts import Forecasts
 from tome_nodes.forecasting.samplers import SAMPLERS
 from tome_nodes.forecasting.steps import (
     FASTER,
-    Step,
+    ForecastStep,
     is_even,
     latent_share,
     log_snr,
@@ -101,7 +101,7 @@ def as_hosts_sample():
 
 
 def at(index, level, count=6, **others):
-    return Step(index=index, count=count, log_snr=level, **others)
+    return ForecastStep(index=index, count=count, log_snr=level, **others)
 
 
 def latent(seed=0, batch=2):
@@ -331,7 +331,7 @@ def test_what_was_answered_is_kept_even_if_the_host_changes_it():
 @pytest.mark.parametrize(
     "change",
     [
-        {"course": "another prompt"},
+        {"conditions": "another prompt"},
         {"index": 4},
         {"log_snr": -3.0},
         {"is_active": False},
@@ -353,8 +353,8 @@ def test_after_a_change_two_steps_run_before_the_next_forecast():
     kept = after(*KNOWN, count=7, ratio=1.0)
     assert kept.predict(at(2, -1.0, 7), ONE) is not None
     for index in (3, 4):
-        run(kept, at(index, float(index), 7, course="another prompt"), ONE + index * CHANGE)
-    forecast = kept.predict(at(5, 5.0, 7, course="another prompt"), ONE)
+        run(kept, at(index, float(index), 7, conditions="another prompt"), ONE + index * CHANGE)
+    forecast = kept.predict(at(5, 5.0, 7, conditions="another prompt"), ONE)
     assert torch.allclose(forecast, ONE + 4.7 * CHANGE, atol=1e-5)
 
 
@@ -384,7 +384,7 @@ def test_a_short_run_whose_answers_turned_is_left_alone(count, is_forecast):
         ({"count": 3}, reasons.too_short(3, 4)),
         ({"count": 1}, reasons.too_short(1, 4)),
         ({"is_active": False}, reasons.FORECAST_PERCENTS),
-        ({"course": int}, reasons.CHANGES),
+        ({"conditions": int}, reasons.CHANGES),
         ({"log_snr": lambda index: -float(index)}, reasons.NOISE_RISES),
     ],
     ids=["too short", "one step", "percents", "changes", "noise rises"],
@@ -449,7 +449,8 @@ def two_calls(kept, index, *answers, count=6):
 
 def test_after_a_change_as_many_steps_run_as_at_the_start():
     steps = [
-        (at(index, float(index), 12, course=index >= 5), index**1.5 * ONE) for index in range(12)
+        (at(index, float(index), 12, conditions=index >= 5), index**1.5 * ONE)
+        for index in range(12)
     ]
     assert letters(Forecasts(1.0), steps) == "RRRFFRRRFFFR"
 

@@ -19,7 +19,7 @@ from ..forecasting.steps import (
     FASTER,
     LEAST_SNR,
     LONG_ON_UNET,
-    Step,
+    ForecastStep,
     is_even,
     is_noise_alone,
     latent_share,
@@ -33,7 +33,7 @@ from ..report.gain import gain_of
 from ..report.run_record import RunRecord
 from ..settings.config import ToMeConfig
 from .advice import is_too_rough, samplers_instead, scheduler_instead
-from .course import GUIDANCE, course_of, has_momentum
+from .conditions import GUIDANCE, conditions_of, has_momentum
 from .step_count import StepCount
 
 KEY = "tome_nodes"
@@ -168,7 +168,7 @@ class ForecastPart:
         answer = executor(*args, **kwargs)
         return answer if step is None else self.forecasts.observe(step, answer)
 
-    def _step(self, sigma: float, options: Mapping[str, Any]) -> Step | None:
+    def _step(self, sigma: float, options: Mapping[str, Any]) -> ForecastStep | None:
         """The step of an evaluation; None if nothing is forecast any more."""
         if self._reason is None:
             self._reason = self._obstacle_in(options)
@@ -178,11 +178,11 @@ class ForecastPart:
             return None
         # Some nodes tell the model less noise than there is, in a part of the run.
         is_true = math.isclose(sigma, steps.schedule[index], rel_tol=1e-4)
-        return Step(
+        return ForecastStep(
             index=index,
             count=steps.total,
             log_snr=log_snr(sigma, self._is_flow),
-            course=(is_true, course_of(self._guider, options, sigma)),
+            conditions=(is_true, conditions_of(self._guider, options, sigma)),
             is_even=is_even(self._levels, index, self._faster, self._is_unet),
             latent_share=latent_share(steps.schedule, index) if self._corrects else None,
             is_active=is_active(self._config, sigma, self._sampling.percent_to_sigma),

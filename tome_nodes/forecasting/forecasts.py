@@ -24,7 +24,7 @@ from .steps import (
     LONG_ON_UNET,
     SHORTEST,
     TOO_CLOSE,
-    Step,
+    ForecastStep,
     first_steps,
     steps_that_run,
 )
@@ -57,7 +57,7 @@ a shorter run, taking one step fewer changes the picture less than a forecast.""
 class _Answer:
     """An answer of the model: its step, and the denoised latent."""
 
-    step: Step
+    step: ForecastStep
     denoised: Tensor
 
 
@@ -68,7 +68,7 @@ class _Forecast:
     On UNets, the latter is a tensor that differs from sample to sample.
     """
 
-    step: Step
+    step: ForecastStep
     share: float | Tensor
 
 
@@ -154,7 +154,7 @@ class Forecasts:
         self._ratio, self._is_unet = ratio, is_unet
         self._long = LONG_ON_UNET if is_unet else LONG
         self._lines: list[_Line] = []
-        self._latest: Step | None = None
+        self._latest: ForecastStep | None = None
         self._form: Hashable = None
         self._is_forecast = False
         self._noise_rises = False
@@ -163,7 +163,7 @@ class Forecasts:
         self._settled: bool | None = None
         self._reasons: Counter[str] = Counter()
 
-    def predict(self, step: Step, latent: Tensor, call: int = 0) -> Tensor | None:
+    def predict(self, step: ForecastStep, latent: Tensor, call: int = 0) -> Tensor | None:
         """The forecast of the denoised latent; None if the model has to run.
 
         Args:
@@ -187,7 +187,7 @@ class Forecasts:
         self.steps.add(step.index)
         return torch.lerp(first.denoised, last.denoised, 1 + share)
 
-    def observe(self, step: Step, denoised: Tensor, call: int = 0) -> Tensor:
+    def observe(self, step: ForecastStep, denoised: Tensor, call: int = 0) -> Tensor:
         """Note an answer of the model.
 
         Returns:
@@ -228,10 +228,10 @@ class Forecasts:
             return found.most_common(1)[0][0]
         return reasons.FORECAST_PERCENTS if outside else reasons.LEFT_OUT
 
-    def _begin(self, step: Step, latent: Tensor) -> None:
+    def _begin(self, step: ForecastStep, latent: Tensor) -> None:
         """Begin a step: decide whether it is forecast."""
         before, self._latest = self._latest, step
-        form = latent.shape, latent.device, latent.dtype, step.course
+        form = latent.shape, latent.device, latent.dtype, step.conditions
         is_next = before is not None and step.index == before.index + 1
         self._noise_rises = before is not None and step.log_snr < before.log_snr
         if not is_next or self._noise_rises or form != self._form:
@@ -251,7 +251,7 @@ class Forecasts:
         self._form = form
         self._is_forecast = self._may_forecast(step)
 
-    def _may_forecast(self, step: Step) -> bool:
+    def _may_forecast(self, step: ForecastStep) -> bool:
         running = self._running(step)
         if len(running) == step.count:
             if step.index < FIRST and step.count >= SHORTEST:
@@ -277,7 +277,7 @@ class Forecasts:
         self._reasons[why] += 1
         return False
 
-    def _why_all_run(self, step: Step) -> str:
+    def _why_all_run(self, step: ForecastStep) -> str:
         if step.count < SHORTEST:
             return reasons.too_short(step.count, SHORTEST)
         if not self._is_rough(step):
@@ -285,7 +285,7 @@ class Forecasts:
         running = steps_that_run(self._ratio, self._long, False, self._is_unet)
         return reasons.too_short(step.count, self._long, self._long - len(running))
 
-    def _running(self, step: Step) -> frozenset[int]:
+    def _running(self, step: ForecastStep) -> frozenset[int]:
         """The steps in which the model runs."""
         is_settled = self._is_settled(step)
         is_edit = is_settled and step.from_noise and step.count < _SHORTEST_EDIT
@@ -293,7 +293,7 @@ class Forecasts:
             return frozenset(range(step.count))
         return steps_that_run(self._ratio, step.count, is_settled, self._is_unet, self._has_turned)
 
-    def _look_for_a_turn(self, step: Step) -> None:
+    def _look_for_a_turn(self, step: ForecastStep) -> None:
         """Note whether an answer has turned back by the first step of a UNet that is forecast.
 
         If so, that step runs, and the forecasts come later.
@@ -301,19 +301,19 @@ class Forecasts:
         if step.count >= self._long and step.index == self._first(step):
             self._has_turned = any(line.has_turned for line in self._lines)
 
-    def _is_rough(self, step: Step) -> bool:
+    def _is_rough(self, step: ForecastStep) -> bool:
         """Whether the step is of a UNet's run that is neither long nor settled."""
         return self._is_unet and step.count < self._long and not self._is_settled(step)
 
-    def _first(self, step: Step) -> int:
+    def _first(self, step: ForecastStep) -> int:
         """The number of answers that the first forecast, also after a change, has to follow."""
         return first_steps(step.count, self._is_settled(step), self._is_unet)
 
-    def _is_settled(self, step: Step) -> bool:
+    def _is_settled(self, step: ForecastStep) -> bool:
         return step.count < self._long and self._settled is True
 
 
-def _times(first: Step, last: Step, now: Step) -> float:
+def _times(first: ForecastStep, last: ForecastStep, now: ForecastStep) -> float:
     """How many times as far it is from the last step to this one as from the first to the last."""
     return (now.log_snr - last.log_snr) / (last.log_snr - first.log_snr)
 

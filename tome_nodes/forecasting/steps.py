@@ -40,14 +40,14 @@ _MOST_NOISE = 0.99
 
 
 @dataclass(frozen=True)
-class Step:
+class ForecastStep:
     """A step of a sampling run, as the host knows it.
 
     Attributes:
         index: its number, from 0.
         count: the number of steps of the run.
         log_snr: the logarithm of signal to noise of its latent, in power.
-        course: everything besides the noise that decides the model's answer, as far as the host
+        conditions: everything besides the noise that decides the model's answer, as far as the host
             knows it: the active prompts, the guidance scale, control, hooks.
         latent_share: the share of its noisy latent in the next one, see :func:`latent_share`; None
             if the answer after a forecast must stay as it is.
@@ -59,7 +59,7 @@ class Step:
     index: int
     count: int
     log_snr: float
-    course: Hashable = None
+    conditions: Hashable = None
     latent_share: float | None = None
     is_even: bool = True
     is_active: bool = True

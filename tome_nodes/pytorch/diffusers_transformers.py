@@ -10,10 +10,10 @@ from torch import nn
 
 from ..patching.model import uncompiled
 from ..settings.config import ToMeConfig
-from .calls import Calls
 from .flow_call import flow_call
 from .forecast_calls import ForecastCalls
-from .patched_model import Attachment, Host
+from .patched_calls import PatchedCalls
+from .patched_model import Host, NetworkPatch
 from .pipeline_runs import PipelineRuns
 
 
@@ -55,6 +55,6 @@ class DiffusersTransformers(Host):
                 "forecast; pass its pipeline"
             )
 
-    def calls(self, attachment: Attachment, model: nn.Module) -> Calls:
+    def calls(self, attachment: NetworkPatch, model: nn.Module) -> PatchedCalls:
         forecasting = ForecastCalls(attachment.config, model, attachment.context, flow_call)
-        return Calls(model, forecasting, None)
+        return PatchedCalls(model, forecasting, None)

@@ -64,7 +64,7 @@ class FlowCall:
     others: Mapping[str, Any]
 
     @property
-    def course(self) -> Hashable:
+    def conditions(self) -> Hashable:
         """Everything besides the noise that decides the answer, as far as the call shows."""
         traits = ((name, trait(given, name in _BY_VALUE)) for name, given in self.others.items())
         return id(self.network), *traits

@@ -27,8 +27,8 @@ from ..report.counts import Counts
 from ..report.gain import gain_of
 from ..report.run_record import RunRecord
 from ..settings.config import ToMeConfig
+from .log_once import LogOnce
 from .model_call import first_two_arguments
-from .once import Once
 
 
 class _Latest(Observer):
@@ -68,7 +68,7 @@ class MergingCalls:
         make_strategy: MakeStrategy,
         levels: int,
         find_obstacle: Callable[[nn.Module, ToMeConfig], str | None],
-        once: Once,
+        once: LogOnce,
     ):
         """Prepare to merge.
 

@@ -25,7 +25,7 @@ class ModelCall(Protocol):
         ...
 
     @property
-    def course(self) -> Hashable:
+    def conditions(self) -> Hashable:
         """Everything besides the noise that decides the answer, as far as the call shows."""
         ...
 

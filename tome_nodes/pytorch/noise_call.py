@@ -47,7 +47,7 @@ class NoiseCall:
     others: Mapping[Hashable, Any]
 
     @property
-    def course(self) -> Hashable:
+    def conditions(self) -> Hashable:
         """Everything besides the noise that decides the answer, as far as the call shows."""
         traits = ((name, trait(given, name not in _CONTROL)) for name, given in self.others.items())
         return id(self.network), *traits

@@ -86,13 +86,13 @@ def apply_patch(
         **options,
     }
     config = ToMeConfig(**settings_of(preset, given, _DEFAULTS))
-    from .patched_model import Attachment
+    from .patched_model import NetworkPatch
 
     networks = _networks_of(model)
     for network, context, host in networks:
         host.check(network, config, context)
     for network, context, host in networks:
-        Attachment(config, host, context).attach(network)
+        NetworkPatch(config, host, context).attach(network)
     return model
 
 

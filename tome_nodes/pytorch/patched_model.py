@@ -1,6 +1,6 @@
 """Make the calls of a PyTorch module go through code of ours, and undo that.
 
-Patching gives the model a subclass of its class, whose calls go to :class:`Calls`.
+Patching gives the model a subclass of its class, whose calls go to :class:`PatchedCalls`.
 Between calls, the model holds only its settings, so copying, offloading, LoRA and saving work as
 before. torch.compile leaves the code around the model's forward out of its graph, so it finds the
 same code in every call.
@@ -19,11 +19,11 @@ from torch._dynamo.decorators import skip
 from ..patching.engine import MakeStrategy
 from ..settings.config import ToMeConfig
 from ..strategies import make_strategy
-from .calls import Calls
-from .once import Once
+from .log_once import LogOnce
+from .patched_calls import PatchedCalls
 
 _STATE = "_tome_nodes"
-"""The attribute of a patched model for its :class:`Attachment`."""
+"""The attribute of a patched model for its :class:`NetworkPatch`."""
 
 _OWN = "_tome_nodes_own"
 """The attribute of our class for the model's own."""
@@ -60,12 +60,12 @@ class Host:
         """
         raise NotImplementedError
 
-    def calls(self, attachment: "Attachment", model: nn.Module) -> Calls:
+    def calls(self, attachment: "NetworkPatch", model: nn.Module) -> PatchedCalls:
         """The calls of a patched model in one thread."""
         raise NotImplementedError
 
 
-class Attachment:
+class NetworkPatch:
     """The settings of one patched model, and its calls.
 
     A copy of the model gets a new attachment with the same settings. Each thread that calls the
@@ -86,7 +86,7 @@ class Attachment:
         self.config = config
         self.context = context
         self.make_strategy = make_strategy
-        self.once = Once()
+        self.once = LogOnce()
         self._host = host
         self._of_thread = local()
 
@@ -116,9 +116,9 @@ class Attachment:
         return result
 
     @torch.compiler.disable
-    def _calls_of(self, model: nn.Module) -> Calls:
+    def _calls_of(self, model: nn.Module) -> PatchedCalls:
         """The calls of a model in this thread."""
-        calls: Calls | None = getattr(self._of_thread, "calls", None)
+        calls: PatchedCalls | None = getattr(self._of_thread, "calls", None)
         # Shallow copies of a model, such as replicas, share its attachment.
         if calls is None or calls.network is not model:
             calls = self._of_thread.calls = self._host.calls(self, model)
@@ -155,7 +155,7 @@ def _patched(kind: Any) -> Any:
 
         @skip
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            attachment: Attachment | None = vars(self).get(_STATE)
+            attachment: NetworkPatch | None = vars(self).get(_STATE)
             if attachment is None:
                 return own(self, *args, **kwargs)
             return attachment.call(self, partial(own, self), *args, **kwargs)

@@ -6,12 +6,12 @@ from torch import nn
 
 from ..patching.unet import UNetRecord
 from ..settings.config import ToMeConfig
-from .calls import Calls
 from .forecast_calls import ForecastCalls
 from .merging_calls import MergingCalls
 from .model_call import TIMESTEPS
 from .noise_call import noise_call
-from .patched_model import Attachment, Host
+from .patched_calls import PatchedCalls
+from .patched_model import Host, NetworkPatch
 from .pipeline_runs import PipelineRuns
 
 
@@ -40,7 +40,7 @@ class UNetHost(Host):
                 f"{type(model).__name__} has none"
             )
 
-    def calls(self, attachment: Attachment, model: nn.Module) -> Calls:
+    def calls(self, attachment: NetworkPatch, model: nn.Module) -> PatchedCalls:
         config, context = attachment.config, attachment.context
         forecasting = None
         if context.runs is not None and config.forecast and config.ratio > 0:
@@ -49,7 +49,7 @@ class UNetHost(Host):
             *(config, self.record, model, attachment.make_strategy, context.levels),
             *(self.obstacle, attachment.once),
         )
-        return Calls(model, forecasting, merging)
+        return PatchedCalls(model, forecasting, merging)
 
     def obstacle(self, model: Any, config: ToMeConfig) -> str | None:
         """Why a UNet cannot merge tokens in its current state, None if it can."""

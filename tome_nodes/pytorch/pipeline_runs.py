@@ -11,7 +11,7 @@ from ..forecasting.forecasts import Forecasts
 from ..forecasting.samplers import SAMPLERS, Sampler
 from ..forecasting.steps import (
     LONG_ON_UNET,
-    Step,
+    ForecastStep,
     is_even,
     is_noise_alone,
     latent_share,
@@ -23,8 +23,8 @@ from ..report.counts import Counts
 from ..report.gain import gain_of
 from ..report.run_record import RunRecord
 from ..settings.config import ToMeConfig
+from .log_once import LogOnce
 from .model_call import ModelCall
-from .once import Once
 
 _UNIPC = Sampler(8, corrects=False, on_unets=False)
 
@@ -95,7 +95,7 @@ class PipelineRun:
         call: the number of this call within the step, from 0.
     """
 
-    step: Step
+    step: ForecastStep
     noise: float
 
     def __init__(
@@ -152,11 +152,11 @@ class PipelineRun:
             return None
         self._calls_before, self.call = self.call + 1, 0
         self._index, self.noise = index, noise
-        self.step = Step(
+        self.step = ForecastStep(
             index=index - first,
             count=self._stop - first,
             log_snr=log_snr(noise, not self._is_unet),
-            course=call.course,
+            conditions=call.conditions,
             latent_share=latent_share(self._levels, index) if method.corrects else None,
             is_even=is_even(self._log_snrs, index - first, method.faster, self._is_unet),
             is_active=self._is_active(index),
@@ -260,7 +260,7 @@ class PipelineRuns:
         self._scheduler = getattr(pipeline, "scheduler", scheduler)
         self._is_unet = is_unet
         self._of_thread = local()
-        self.once = Once()
+        self.once = LogOnce()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _runs_under, (self.scheduler, self._is_unet)

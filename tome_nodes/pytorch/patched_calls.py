@@ -15,12 +15,12 @@ from torch._dynamo.decorators import skip
 
 from .. import reasons
 from .forecast_calls import ForecastCalls
+from .log_once import log
 from .merging_calls import MergingCalls
-from .once import log
 from .pipeline_runs import PipelineRun, PipelineRuns
 
 
-class Calls:
+class PatchedCalls:
     """The calls of a model in one thread.
 
     Attributes:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tome_nodes.comfyui.course import course_of
+from tome_nodes.comfyui.conditions import conditions_of
 
 GUIDER = SimpleNamespace(cfg=7.0, conds={})
 
@@ -59,13 +59,13 @@ HOLDERS = {
 )
 def test_the_course_changes_where_a_range_ends_that_a_patch_keeps(holder, placed):
     options = placed(holder)
-    before, still, after = (course_of(GUIDER, options, sigma) for sigma in (4.0, 2.5, 1.5))
+    before, still, after = (conditions_of(GUIDER, options, sigma) for sigma in (4.0, 2.5, 1.5))
     assert before == still != after
 
 
 def test_numbers_that_are_no_noise_levels_change_nothing():
     options = {"transformer_options": {"patches": {"attn2_patch": [Adapter(weight=2.0)]}}}
-    assert course_of(GUIDER, options, 4.0) == course_of(GUIDER, options, 1.5)
+    assert conditions_of(GUIDER, options, 4.0) == conditions_of(GUIDER, options, 1.5)
 
 
 @pytest.mark.parametrize(
@@ -75,4 +75,4 @@ def test_numbers_that_are_no_noise_levels_change_nothing():
 )
 def test_what_a_patch_is_made_of_does_not_matter(patch):
     options = {"transformer_options": {"patches": {"attn1_patch": [patch]}}}
-    assert course_of(GUIDER, options, 4.0) == course_of(GUIDER, options, 1.5)
+    assert conditions_of(GUIDER, options, 4.0) == conditions_of(GUIDER, options, 1.5)

@@ -1,4 +1,4 @@
-"""What decides the guided answer of a step, besides the noise: the course of a sampling run.
+"""What decides the guided answer of a step, besides the noise.
 
 A forecast goes on only while it stays the same. It is read from the guider, and follows ComfyUI's
 ``get_area_and_mult`` and ``ControlBase.get_control``.
@@ -13,7 +13,7 @@ GUIDANCE = ("sampler_cfg_function", "sampler_pre_cfg_function", "sampler_post_cf
 """The model options with functions that see or change the parts of a guided answer."""
 
 
-def course_of(guider: Any, options: Mapping[str, Any], sigma: float) -> Hashable:
+def conditions_of(guider: Any, options: Mapping[str, Any], sigma: float) -> Hashable:
     """The guidance scales and ranges, the active conditions with their control, and hooks.
 
     Args:
@@ -26,10 +26,10 @@ def course_of(guider: Any, options: Mapping[str, Any], sigma: float) -> Hashable
         for name, value in sorted(vars(guider).items())
         if isinstance(value, int | float)
     ]
-    conditions: Mapping[str, Any] = getattr(guider, "conds", None) or {}
+    prompts: Mapping[str, Any] = getattr(guider, "conds", None) or {}
     active = [
         (name, *_of_condition(condition, sigma))
-        for name, of_name in sorted(conditions.items())
+        for name, of_name in sorted(prompts.items())
         for condition in of_name or ()
         if _is_active(condition, sigma)
     ]
@@ -48,7 +48,7 @@ def _ranges(options: Mapping[str, Any], sigma: float) -> Iterator[Hashable]:
     The bounds are kept nowhere but in what such functions hold, by names such as ``sigma_start``.
     """
     for function in (*_guidance(options), *_patches(options)):
-        for name, value in _held(function):
+        for name, value in _kept_by(function):
             if "sigma" in name:
                 yield sigma >= value
 
@@ -70,12 +70,12 @@ def _patches(options: Mapping[str, Any]) -> Iterator[Any]:
         yield wrapper
 
 
-def _held(function: Any) -> Iterator[tuple[str, float]]:
+def _kept_by(function: Any) -> Iterator[tuple[str, float]]:
     """The names and values of numbers that a function, or the object that it is, goes by."""
     owner = getattr(function, "__self__", function)
     given = function.keywords if isinstance(function, partial) else {}
-    for held in (_enclosed(function), getattr(owner, "__dict__", {}).items(), given.items()):
-        for name, value in held:
+    for kept in (_enclosed(function), getattr(owner, "__dict__", {}).items(), given.items()):
+        for name, value in kept:
             yield from _numbers(name, value)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 log = logging.getLogger("tome_nodes")
 
 
-class Once:
+class LogOnce:
     """Logs every line once."""
 
     def __init__(self) -> None:
