@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import tome_nodes
 from benchmarks.lossless import lossless
 from tome_nodes.pytorch.patch import _networks_of
-from tome_nodes.pytorch.patched_model import Attachment
+from tome_nodes.pytorch.patched_model import NetworkPatch
 from tome_nodes.settings.config import OPTIONS, ToMeConfig
 from tome_nodes.strategies.bipartite import BipartiteStrategy
 
@@ -53,7 +53,7 @@ Shuffle = lossless(BipartiteStrategy)
 def shuffle(model, **options):
     config = ToMeConfig(**{"ratio": 0.5, **EVERYTHING, **options})
     for network, context, host in _networks_of(model):
-        Attachment(config, host, context, Shuffle).attach(network)
+        NetworkPatch(config, host, context, Shuffle).attach(network)
 
 
 def theirs_and_ours(model, call, options):

@@ -54,7 +54,7 @@ from tome_nodes.merging.plan import Plan
 from tome_nodes.ops import TORCH
 from tome_nodes.patching.key_weights import Capabilities, KeyWeights, Ways
 from tome_nodes.pytorch.diffusers_unets import DiffusersUNets
-from tome_nodes.pytorch.patched_model import Attachment
+from tome_nodes.pytorch.patched_model import NetworkPatch
 from tome_nodes.pytorch.patched_unet import UNetContext
 from tome_nodes.settings.config import OPTIONS, ToMeConfig
 from tome_nodes.settings.presets import settings_of
@@ -279,7 +279,7 @@ def test_picks_depend_on_the_timestep_and_not_on_the_batch(unet):
             splits.append(picks)
             return super().split(grid, picks)
 
-    Attachment(ToMeConfig(min_tokens=1), DiffusersUNets(), UNetContext(), Noted).attach(unet)
+    NetworkPatch(ToMeConfig(min_tokens=1), DiffusersUNets(), UNetContext(), Noted).attach(unet)
     call(unet, 500)
     call(unet, 500.5)
     call(unet, 500, batch=1)

@@ -55,6 +55,6 @@ class DiffusersTransformers(Host):
                 "forecast; pass its pipeline"
             )
 
-    def calls(self, attachment: NetworkPatch, model: nn.Module) -> PatchedCalls:
-        forecasting = ForecastCalls(attachment.config, model, attachment.context, flow_call)
+    def calls(self, patch: NetworkPatch, model: nn.Module) -> PatchedCalls:
+        forecasting = ForecastCalls(patch.config, model, patch.context, flow_call)
         return PatchedCalls(model, forecasting, None)

@@ -60,7 +60,7 @@ class Host:
         """
         raise NotImplementedError
 
-    def calls(self, attachment: "NetworkPatch", model: nn.Module) -> PatchedCalls:
+    def calls(self, patch: "NetworkPatch", model: nn.Module) -> PatchedCalls:
         """The calls of a patched model in one thread."""
         raise NotImplementedError
 
@@ -68,7 +68,7 @@ class Host:
 class NetworkPatch:
     """The settings of one patched model, and its calls.
 
-    A copy of the model gets a new attachment with the same settings. Each thread that calls the
+    A copy of the model gets a new patch with the same settings. Each thread that calls the
     model has its own calls and its own sampling run.
 
     Attributes:
@@ -119,7 +119,7 @@ class NetworkPatch:
     def _calls_of(self, model: nn.Module) -> PatchedCalls:
         """The calls of a model in this thread."""
         calls: PatchedCalls | None = getattr(self._of_thread, "calls", None)
-        # Shallow copies of a model, such as replicas, share its attachment.
+        # Shallow copies of a model, such as replicas, share its patch.
         if calls is None or calls.network is not model:
             calls = self._of_thread.calls = self._host.calls(self, model)
         return calls
@@ -141,24 +141,24 @@ def _count_as_compiled() -> None:
 def detach(model: nn.Module) -> None:
     """Give a patched model its own class back."""
     own: Any = vars(type(model)).get(_OWN)
-    # A class that other code has derived from ours stays, and finds no attachment.
+    # A class that other code has derived from ours stays, and finds no patch.
     if vars(model).pop(_STATE, None) is not None and own is not None:
         model.__class__ = own
 
 
 @lru_cache(maxsize=64)
 def _patched(kind: Any) -> Any:
-    """A subclass of ``kind`` whose instances are called through their attachment, if any."""
+    """A subclass of ``kind`` whose instances are called through their patch, if any."""
 
     def calling(name: str) -> Callable[..., Any]:
         own = getattr(kind, name)
 
         @skip
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            attachment: NetworkPatch | None = vars(self).get(_STATE)
-            if attachment is None:
+            patch: NetworkPatch | None = vars(self).get(_STATE)
+            if patch is None:
                 return own(self, *args, **kwargs)
-            return attachment.call(self, partial(own, self), *args, **kwargs)
+            return patch.call(self, partial(own, self), *args, **kwargs)
 
         return call
 

@@ -40,14 +40,14 @@ class UNetHost(Host):
                 f"{type(model).__name__} has none"
             )
 
-    def calls(self, attachment: NetworkPatch, model: nn.Module) -> PatchedCalls:
-        config, context = attachment.config, attachment.context
+    def calls(self, patch: NetworkPatch, model: nn.Module) -> PatchedCalls:
+        config, context = patch.config, patch.context
         forecasting = None
         if context.runs is not None and config.forecast and config.ratio > 0:
             forecasting = ForecastCalls(config, model, context.runs, noise_call)
         merging = MergingCalls(
-            *(config, self.record, model, attachment.make_strategy, context.levels),
-            *(self.obstacle, attachment.once),
+            *(config, self.record, model, patch.make_strategy, context.levels),
+            *(self.obstacle, patch.once),
         )
         return PatchedCalls(model, forecasting, merging)
 
