@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from tome_nodes.merging.plan import Grid, Plan
 from tome_nodes.ops import Operations
 from tome_nodes.patching.engine import MakeStrategy
 from tome_nodes.settings.config import ToMeConfig
+from tome_nodes.strategies.plan import Grid, Plan
 from tome_nodes.strategies.strategy import Strategy
 
 

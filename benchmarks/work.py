@@ -23,7 +23,6 @@ from benchmarks.speed.figures import grid, joined  # noqa: E402
 from tome_nodes.comfyui.models.unet import UNET  # noqa: E402
 from tome_nodes.forecasting.samplers import SAMPLERS  # noqa: E402
 from tome_nodes.forecasting.steps import is_even, log_snrs, steps_that_run  # noqa: E402
-from tome_nodes.merging.plan import Grid  # noqa: E402
 from tome_nodes.patching.evaluation import Observer  # noqa: E402
 from tome_nodes.patching.model import LEAST_SAVED, PatchedModel  # noqa: E402
 from tome_nodes.settings.config import ToMeConfig  # noqa: E402
@@ -35,6 +34,7 @@ from tome_nodes.strategies.cells import (  # noqa: E402
     GROWTH_OF_STACKS,
     share_of,
 )
+from tome_nodes.strategies.plan import Grid  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 MODELS = {

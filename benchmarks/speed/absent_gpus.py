@@ -21,11 +21,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
-from tome_nodes.merging.plan import Grid
 from tome_nodes.ops import triton as kernels
 from tome_nodes.ops.triton import adding, matching, merging, widening, window_merging
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.strategies import make_strategy
+from tome_nodes.strategies.plan import Grid
 
 TARGETS: Mapping[str, GPUTarget] = {
     **{f"sm_{number}": GPUTarget("cuda", number, 32) for number in (75, 80, 86, 89, 90, 120)},

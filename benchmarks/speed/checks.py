@@ -7,8 +7,8 @@ from torch import Tensor
 
 from benchmarks.speed.measure import Subject, merged_blocks
 from benchmarks.speed.methods import KeepingStrategy, Method
-from tome_nodes.merging.plan import Grid
 from tome_nodes.patching.engine import make_engine
+from tome_nodes.strategies.plan import Grid
 
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """The relative error that the order of sums may cause in a whole model, by precision."""

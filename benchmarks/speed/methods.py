@@ -18,12 +18,12 @@ from torch.nn.attention import SDPBackend
 
 from benchmarks.lossless import lossless
 from tome_nodes.comfyui.attachment import attach
-from tome_nodes.merging.plan import Grid, Plan
 from tome_nodes.ops import TORCH, Operations
 from tome_nodes.patching.engine import MakeStrategy
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.presets import settings_of
 from tome_nodes.strategies import make_strategy
+from tome_nodes.strategies.plan import Grid, Plan
 from tome_nodes.strategies.strategy import Strategy
 
 Patch = Callable[[ModelPatcher], ModelPatcher]

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.newest_only
 COMPILE = """
 import torch
 from benchmarks.speed.absent_gpus import Shape, compile_for
-from tome_nodes.merging.plan import Grid
+from tome_nodes.strategies.plan import Grid
 
 # A large window with heads of 40, a grid one cell high, and float32.
 shapes = [
@@ -84,7 +84,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from triton.runtime.jit import JITFunction
 from benchmarks.speed.absent_gpus import Shape, absent_gpus, launch
-from tome_nodes.merging.plan import Grid
+from tome_nodes.strategies.plan import Grid
 from tome_nodes.ops import triton as kernels
 
 class Kernel:

@@ -18,7 +18,6 @@ from tome_nodes.comfyui.attachment import attach
 from tome_nodes.comfyui.models.attention_block import Part
 from tome_nodes.comfyui.models.base import OVERRIDE
 from tome_nodes.comfyui.models.unet import weigh_keys
-from tome_nodes.merging.plan import Grid, Plan
 from tome_nodes.ops import TORCH
 from tome_nodes.patching import attention_trial
 from tome_nodes.patching.attention_trial import Tried, try_out
@@ -32,6 +31,7 @@ from tome_nodes.patching.key_weights import (
 )
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.strategies import make_strategy
+from tome_nodes.strategies.plan import Grid, Plan
 
 BATCH, HEADS = 2, 4
 

@@ -12,8 +12,8 @@ from benchmarks.speed import __main__ as command
 from benchmarks.speed import checks, figures, unets
 from benchmarks.speed.measure import Subject
 from benchmarks.speed.methods import methods, on_host
-from tome_nodes.merging.plan import Plan
 from tome_nodes.settings.config import ToMeConfig
+from tome_nodes.strategies.plan import Plan
 from tome_nodes.strategies.window import WindowStrategy
 
 pytestmark = pytest.mark.newest_only

@@ -50,7 +50,6 @@ from torch._dynamo.testing import CompileCounter
 
 import tome_nodes
 from tome_nodes import reasons
-from tome_nodes.merging.plan import Plan
 from tome_nodes.ops import TORCH
 from tome_nodes.patching.key_weights import Capabilities, KeyWeights, Ways
 from tome_nodes.pytorch.diffusers_unets import DiffusersUNets
@@ -59,6 +58,7 @@ from tome_nodes.pytorch.patched_unet import UNetContext
 from tome_nodes.settings.config import OPTIONS, ToMeConfig
 from tome_nodes.settings.presets import settings_of
 from tome_nodes.strategies.bipartite import BipartiteStrategy
+from tome_nodes.strategies.plan import Plan
 from tools.environment import ROOT
 
 pytestmark = pytest.mark.newest_only

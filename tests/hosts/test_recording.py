@@ -12,13 +12,13 @@ from torch._dynamo.testing import CompileCounter
 
 from tome_nodes.comfyui import model_report
 from tome_nodes.comfyui.attachment import attach, is_attached, last_run
-from tome_nodes.merging.plan import Grid
 from tome_nodes.report import log_line
 from tome_nodes.report.pages import report_of
 from tome_nodes.report.recording import Recorder
 from tome_nodes.settings.config import OPTIONS
 from tome_nodes.strategies import make_strategy
 from tome_nodes.strategies.bipartite import BipartiteStrategy
+from tome_nodes.strategies.plan import Grid
 
 
 def recorded(model, steps=2, make_strategy=make_strategy, **settings):

@@ -28,9 +28,9 @@ from tome_nodes import reasons
 from tome_nodes.comfyui.attachment import attach, detach, last_run
 from tome_nodes.comfyui.models import transformers
 from tome_nodes.comfyui.models.attention_block import AttentionBlock
-from tome_nodes.merging.plan import Grid
 from tome_nodes.report import drawing
 from tome_nodes.report.pages import report_of
+from tome_nodes.strategies.plan import Grid
 
 every_kind = pytest.mark.parametrize("kind", TINY)
 

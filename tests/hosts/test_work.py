@@ -12,7 +12,6 @@ from benchmarks.speed.methods import IdealStrategy
 from tome_nodes import reasons
 from tome_nodes.comfyui.attachment import attach
 from tome_nodes.comfyui.models.unet import UNET
-from tome_nodes.merging.plan import Grid
 from tome_nodes.patching import model as patched_model
 from tome_nodes.patching.evaluation import Observer
 from tome_nodes.patching.model import PatchedModel
@@ -20,6 +19,7 @@ from tome_nodes.pytorch.diffusers_unets import DiffusersUNets
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.presets import settings_of
 from tome_nodes.strategies import strategy_class
+from tome_nodes.strategies.plan import Grid
 
 SIZE, LARGER = (16, 24), (32, 32)
 

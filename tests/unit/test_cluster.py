@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_strategies import features_of, groups, plan_of
 
-from tome_nodes.merging.plan import Grid
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.strategies import cluster as clusters_of
 from tome_nodes.strategies.cluster import UNIT, cluster, k_means, lloyd_step, similarity_to_mean
+from tome_nodes.strategies.plan import Grid
 
 few_values = st.sampled_from([-(2**30), -1, 0, 1, 2, 2**30])
 any_values = st.integers(-(2**30), 2**30)

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from torch.nn import Linear
 
-from tome_nodes.merging.plan import Grid
 from tome_nodes.patching.evaluation import Observer
 from tome_nodes.patching.model import deepest_level
 from tome_nodes.patching.model_run import ModelRun
@@ -16,6 +15,7 @@ from tome_nodes.patching.stack import Stack
 from tome_nodes.patching.unet import UNetRecord
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.strategies import make_strategy
+from tome_nodes.strategies.plan import Grid
 
 GRID = Grid(4, 4)
 NOW = MergingStep(0, 0.0, 0, is_active=True)

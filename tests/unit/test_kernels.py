@@ -27,12 +27,12 @@ from torch.testing import assert_close
 
 pytest.importorskip("triton", "3.6", reason="the kernels need Triton 3.6")
 
-from tome_nodes.merging.plan import Grid, Plan
 from tome_nodes.ops import TORCH, reference, resolve
 from tome_nodes.ops import triton as kernels
 from tome_nodes.ops.random_picks import pick_per_cell, step_key
 from tome_nodes.ops.triton import matching, merging
 from tome_nodes.settings.config import ToMeConfig
+from tome_nodes.strategies.plan import Grid, Plan
 from tome_nodes.strategies.window import split_windows
 from tools.environment import ROOT
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from tome_nodes.merging.plan import Plan
 from tome_nodes.ops import TORCH, reference
+from tome_nodes.strategies.plan import Plan
 
 HEADS = (1, 2, 5)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -9,13 +9,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from tome_nodes.merging.plan import Grid
 from tome_nodes.ops import TORCH
 from tome_nodes.ops.random_picks import pick_per_cell, step_key
 from tome_nodes.settings.config import OPTIONS, ToMeConfig
 from tome_nodes.strategies import bipartite, make_strategy, strategy_class
 from tome_nodes.strategies.bipartite import split_tokens
 from tome_nodes.strategies.cells import LARGE, frames_of_cell, share_of
+from tome_nodes.strategies.plan import Grid
 from tome_nodes.strategies.window import match_windows, split_windows
 
 grids = st.builds(Grid, st.integers(1, 9), st.integers(1, 9), st.just(1))

@@ -13,16 +13,15 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "tome_nodes"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-_MERGING = {"settings", "reasons", "ops", "merging", "strategies", "patching"}
+_MERGING = {"settings", "reasons", "ops", "strategies", "patching"}
 LAYERS = {
     "settings": set(),
     "reasons": set(),
     "ops": set(),
     "forecasting": {"reasons"},
-    "merging": {"ops"},
-    "strategies": {"settings", "ops", "merging"},
+    "strategies": {"settings", "ops"},
     "patching": _MERGING - {"patching"},
-    "tuning": {"settings", "merging", "patching"},
+    "tuning": {"settings", "patching"},
     "report": {*_MERGING, "tuning"},
     "comfyui": {*_MERGING, "forecasting", "report", "tuning"},
     "pytorch": {*_MERGING, "forecasting", "report"},

@@ -176,7 +176,7 @@ class ForecastPart:
         self._answered = index
         if self._reason is not None or index >= steps.total or sigma <= 0:
             return None
-        # Some nodes tell the model less noise than there is, in a part of the run.
+        # Some nodes report less noise than the schedule has, in a part of the run.
         is_true = math.isclose(sigma, steps.schedule[index], rel_tol=1e-4)
         return ForecastStep(
             index=index,

@@ -17,13 +17,13 @@ from comfy.patcher_extension import WrapperExecutor
 from torch import Tensor, nn
 
 from .. import reasons
-from ..merging.plan import Grid
 from ..patching.engine import MakeStrategy
 from ..patching.model import uncompiled
 from ..patching.model_run import ModelRun
 from ..patching.schedule import MergingStep, is_active, progress_at
 from ..report.run_record import RunRecord
 from ..settings.config import ToMeConfig
+from ..strategies.plan import Grid
 from . import comfy_compiler, host_checks, neighbours
 from .model_report import ModelReport
 from .models import record_of

@@ -12,7 +12,6 @@ import torch
 from comfy.model_management import InterruptProcessingException
 
 from .. import reasons
-from ..merging.plan import Grid
 from ..patching.evaluation import Observer, Result
 from ..patching.model_run import ModelRun
 from ..patching.overrides import Forward
@@ -22,6 +21,7 @@ from ..report.counts import Counts
 from ..report.gain import gain_of
 from ..report.recording import Recorder
 from ..report.run_record import RunRecord
+from ..strategies.plan import Grid
 from .step_count import StepCount
 
 log = logging.getLogger("tome_nodes")

@@ -1,8 +1,7 @@
 """Refuse a faulty prompt with an error at the one input that is at fault.
 
-ComfyUI validates all inputs of a node together, and reports an error at every one. So prompts
-are checked as they reach the server: of a node with a fault, only the input at fault is left in the
-prompt.
+ComfyUI validates all inputs of a node together, and reports an error at every one. So prompts are
+checked as they reach the server: a node with a wrong input keeps only that one in the prompt.
 """
 
 from collections.abc import Iterator, Mapping

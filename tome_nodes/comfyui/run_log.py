@@ -1,4 +1,4 @@
-"""Log the runs of a workflow: those of one node that are alike in one line, once it is done."""
+"""When a node is done, log its runs; runs that are alike share a line."""
 
 import logging
 from collections.abc import Sequence

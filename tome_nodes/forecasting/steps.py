@@ -24,9 +24,8 @@ LONG = 16
 """From this many steps on, a run is long."""
 
 _FAST, FASTER = 1.4, 2.0
-"""Noise falls unevenly around a step if the logarithm of signal to noise grows too fast: in the
-step by more than ``_FAST`` times the mean of the run, or in the next one by more than ``FASTER``
-times as much as in the step."""
+"""A step is uneven if the logarithm of signal to noise grows by more than ``_FAST`` times the mean
+of the run in it, or by more than ``FASTER`` times as much in the next one."""
 
 LEAST_SNR = -7.0
 """Below this logarithm of signal to noise, there is next to nothing of a picture: answers always

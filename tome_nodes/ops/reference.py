@@ -36,7 +36,7 @@ def merge(
         slot_of_token: ``[batch, tokens]`` int64, the slot of each token.
         order: ``[batch * tokens]`` int64, tokens slot by slot.
         offsets: ``[batch * slots]`` int64, where the slots begin in ``order``.
-        window: see :attr:`tome_nodes.merging.plan.Plan.window`; not used here.
+        window: see :attr:`tome_nodes.strategies.plan.Plan.window`; not used here.
 
     Returns:
         ``[batch, slots, channels]`` of the dtype of ``x``, summed in float32 or better.
@@ -72,7 +72,7 @@ def merge_keys(
         order: ``[batch * tokens]`` int64, tokens slot by slot.
         offsets: ``[batch * slots]`` int64, where the slots begin in ``order``.
         heads: number of heads, which are stretched separately.
-        window: see :attr:`tome_nodes.merging.plan.Plan.window`; not used here.
+        window: see :attr:`tome_nodes.strategies.plan.Plan.window`; not used here.
 
     Returns:
         Two ``[batch, slots, heads * head_channels]`` of the dtype of ``x``, as in :func:`merge`.

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from .. import reasons
-from ..merging.plan import Grid, Plan
 from ..strategies.cells import share_of
+from ..strategies.plan import Grid, Plan
 from .attention_trial import Attention
 from .compiling import is_left_uncompiled
 from .evaluation import Evaluation, ModelState, Outcome

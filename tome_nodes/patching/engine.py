@@ -6,9 +6,9 @@ from functools import lru_cache
 
 import torch
 
-from ..merging.plan import Grid
 from ..ops import Operations, operations, resolve
 from ..settings.config import ToMeConfig
+from ..strategies.plan import Grid
 from ..strategies.strategy import Strategy
 from .key_weights import Ways, capabilities
 

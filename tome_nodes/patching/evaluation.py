@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 
 from .. import reasons
-from ..merging.plan import Grid, Plan
 from ..settings.config import ToMeConfig
+from ..strategies.plan import Grid, Plan
 from .engine import Engine
 from .overrides import Forward
 

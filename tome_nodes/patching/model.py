@@ -8,9 +8,9 @@ from typing import Any, Protocol
 from torch import nn
 
 from .. import reasons
-from ..merging.plan import Grid
 from ..settings.config import ToMeConfig
 from ..strategies.cells import LARGE, LEAST
+from ..strategies.plan import Grid
 from .attention_trial import Attention
 from .block import Block
 from .evaluation import Evaluation, ModelState, Observer, Outcome

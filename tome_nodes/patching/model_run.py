@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from .. import reasons
-from ..merging.plan import Grid
 from ..ops.random_picks import step_key
 from ..settings.config import ToMeConfig
+from ..strategies.plan import Grid
 from .compiling import has_no_more_graphs, with_graphs_so_far
 from .engine import Engine, MakeStrategy, first_line, make_engine
 from .evaluation import Evaluation, Observer, Result

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from .. import reasons
-from ..merging.plan import Grid
 from ..settings.config import ToMeConfig
 from ..settings.presets import FREE, PRESETS
+from ..strategies.plan import Grid
 from . import model as models
 from .evaluation import Observer
 from .model import PatchedModel

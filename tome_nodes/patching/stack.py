@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from ..merging.plan import Plan
+from ..strategies.plan import Plan
 from .key_weights import KeyWeights
 
 

@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import reasons
-from ..merging.plan import Grid, Plan
 from ..settings.config import ToMeConfig
 from ..strategies.cells import growth_of
+from ..strategies.plan import Grid, Plan
 from .attention_trial import Attention
 from .block import Block
 from .evaluation import ModelState

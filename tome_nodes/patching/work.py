@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import nn
 
-from ..merging.plan import Grid
 from ..ops import TORCH
 from ..settings.config import ToMeConfig
 from ..strategies import make_strategy
 from ..strategies.cells import growth_of, share_of
+from ..strategies.plan import Grid
 from ..strategies.strategy import Strategy
 
 Layer = tuple[str, nn.Module, int]
@@ -31,9 +31,10 @@ class BlockWork:
         level: how many times smaller than the latent its feature map is.
         channels: the channels of all heads of self-attention; 0 if it attends to text instead.
         only_keys: whether a preset merges only its keys and values.
-        queries, keys, cross, mlp: for a token, in the linear layers that make the queries and the
-            output of self-attention, in those that make keys and values, in cross-attention but for
-            the text's, and in the feed-forward network.
+        queries: for each token, in the linear layers of queries and output of self-attention.
+        keys: for each token, in the linear layers of its keys and values.
+        cross: for each token, in the linear layers of cross-attention, without those of the text.
+        mlp: for each token, in the feed-forward network.
     """
 
     level: int

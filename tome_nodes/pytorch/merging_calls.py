@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch._dynamo.decorators import skip
 
 from .. import reasons
-from ..merging.plan import Grid
 from ..patching.compiling import with_graphs_so_far
 from ..patching.engine import MakeStrategy
 from ..patching.evaluation import Observer, Result
@@ -27,6 +26,7 @@ from ..report.counts import Counts
 from ..report.gain import gain_of
 from ..report.run_record import RunRecord
 from ..settings.config import ToMeConfig
+from ..strategies.plan import Grid
 from .log_once import LogOnce
 from .model_call import first_two_arguments
 

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..merging.plan import Grid
 from ..ops.clock import Clock
 from ..patching.evaluation import Observer, Result
 from ..patching.overrides import Forward
+from ..strategies.plan import Grid
 
 
 @dataclass(frozen=True)

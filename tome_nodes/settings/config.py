@@ -49,8 +49,8 @@ class ToMeConfig:
         text="How much to save: more is faster and changes the picture more; 0 is exactly the "
         "unpatched model. In a UNet, such as SDXL, it is the share of tokens, small squares of the "
         "picture, that merge, and more do in large pictures; in long runs of it, and in a "
-        "transformer, such as Flux, also how many steps are skipped: of 4 one at any ratio; of 8 "
-        "one, from 0.4 two; of 20 one, from 0.1 two, from 0.6 ten.",
+        "transformer, such as Flux, also how many steps are skipped: of 4 steps one; of 8 one, or "
+        "two from ratio 0.4; of 20 two from 0.1 and ten from 0.6.",
         more="It is the share at 64x64 tokens. Under balanced and fast, larger maps merge more, "
         "and their cells grow: at a `ratio` of 0.6, 0.80 of the keys and values of 128x128 tokens "
         "merge, and 0.90 of 256x256; under fast, 0.94 and 0.98. Otherwise one token of each cell "

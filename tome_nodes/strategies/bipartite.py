@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..merging.plan import Grid, Plan
 from ..ops import TORCH, Operations
 from .cells import Cells, CellStrategy, split_cells
+from .plan import Grid, Plan
 
 # The most similarities in memory at once; a larger map is matched in pieces.
 _SCORES_AT_ONCE = 2**24

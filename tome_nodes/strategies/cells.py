@@ -8,10 +8,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..merging.plan import Grid, Plan
 from ..ops import Operations
 from ..ops.random_picks import pick_per_cell
 from ..settings.config import ToMeConfig
+from .plan import Grid, Plan
 from .strategy import Strategy
 
 Key = TypeVar("Key")

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..merging.plan import Grid, Plan
 from ..ops import TORCH, Operations
+from .plan import Grid, Plan
 from .strategy import Strategy
 
 UNIT = 2.0**-30

@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from ..merging.plan import Grid, Plan
 from ..ops import Operations
 from ..settings.config import ToMeConfig
+from .plan import Grid, Plan
 
 
 class Strategy:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from ..merging.plan import Grid, Plan
 from ..ops import TORCH, KernelFailed, Operation, Operations
 from ..settings.config import ToMeConfig
 from .cells import Cells, CellStrategy, made_once, split_cells
+from .plan import Grid, Plan
 
 # The most features that a CPU gathers at once, to fit its cache; a GPU takes a whole map.
 _CPU_FEATURES_AT_ONCE = 2**20

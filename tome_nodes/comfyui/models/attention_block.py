@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ... import reasons
-from ...merging.plan import Plan
 from ...patching.attention_trial import Attention, flat
 from ...patching.block import Block
 from ...patching.evaluation import ModelState
 from ...patching.key_weights import attend
 from ...patching.overrides import Forward, Override
 from ...patching.stack import Stack
+from ...strategies.plan import Plan
 from .base import OVERRIDE, stored_attention
 
 StartOf = Callable[[int, dict[str, Any]], int | None]

@@ -8,10 +8,10 @@ import torch
 from comfy.ldm.modules import attention
 from torch import Tensor, nn
 
-from ...merging.plan import Grid
 from ...patching.attention_trial import Attention
 from ...patching.model import ModelRecord
 from ...settings.config import ToMeConfig
+from ...strategies.plan import Grid
 
 OVERRIDE = "optimized_attention_override"
 """The transformer option with a function that ComfyUI calls instead of its attention."""

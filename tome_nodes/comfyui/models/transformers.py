@@ -11,13 +11,13 @@ from typing import Any, ClassVar, Literal
 from torch import nn
 
 from ... import reasons
-from ...merging.plan import Grid
 from ...patching.attention_trial import Attention
 from ...patching.block import Block
 from ...patching.evaluation import ModelState
 from ...patching.model import uncompiled
 from ...patching.stack import Stack
 from ...settings.config import ToMeConfig
+from ...strategies.plan import Grid
 from .attention_block import AttentionBlock
 from .base import class_name, host_attentions, takes
 

@@ -9,12 +9,12 @@ from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from torch import Tensor, nn
 
 from ... import reasons
-from ...merging.plan import Grid
 from ...patching.attention_trial import Attention
 from ...patching.key_weights import KeyWeights, attend, fits
 from ...patching.stack import StackPass
 from ...patching.unet import UNetRecord, layers_by_level
 from ...settings.config import ToMeConfig
+from ...strategies.plan import Grid
 from .base import OVERRIDE, host_attentions, stored_attention, takes
 
 _BLOCK_PATCHES = (

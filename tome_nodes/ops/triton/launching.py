@@ -63,8 +63,8 @@ def launch(
     with torch.cuda.device_of(first):
         key = None
         if _REMEMBERS and not is_traced.get():
-            # Benchmarks and tests put other kernels in place. What is compiled holds its kernel, so
-            # no other gets this identity.
+            # Benchmarks and tests swap kernels. A compiled kernel keeps its source alive, so an
+            # ``id`` is never used twice.
             key = _key((id(kernel), first.get_device(), strides), tensors)
         compiled = None if key is None else how.compiled.get(key)
         if compiled is not None:

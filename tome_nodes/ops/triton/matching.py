@@ -279,7 +279,7 @@ def match_windows(
         quota: merges in a window, at most its tokens minus its cells.
 
     Returns:
-        The arrays of a :class:`tome_nodes.merging.plan.Plan`:
+        The arrays of a :class:`tome_nodes.strategies.plan.Plan`:
         ``slot_of_token``: ``[batch, tokens]`` int64, the slot of each token.
         ``order``: ``[batch * tokens]`` int64, tokens slot by slot.
         ``offsets``: ``[batch * slots]`` int64, where the slots begin in ``order``.

@@ -181,7 +181,7 @@ def launch_of_windows(
         compute_capability: that of :func:`..shared.capability`.
         shape: that of the tokens, ``[batch, tokens, channels]``.
         slots: number of slots in a sample.
-        window: see :attr:`tome_nodes.merging.plan.Plan.window`.
+        window: see :attr:`tome_nodes.strategies.plan.Plan.window`.
         heads: number of heads, which are stretched separately; None to stretch nothing.
     """
     batch, tokens, channels = shape

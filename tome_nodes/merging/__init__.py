@@ -1,1 +1,0 @@
-"""Plans: which tokens of a picture merge, and how."""
