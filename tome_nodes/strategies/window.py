@@ -87,8 +87,8 @@ class WindowStrategy(CellStrategy):
             return Windows(cells, 0, 0, 0)
         high, wide = window_cells(cells.grid, sy, sx)
         windows = (count.height // high) * (count.width // wide)
-        most = high * wide * (sy * sx - 1)
-        return Windows(cells, high, wide, min(most, (merges + windows // 2) // windows))
+        most, quota = high * wide * (sy * sx - 1), (merges + windows // 2) // windows
+        return Windows(cells, high, wide, quota if quota < most else most)
 
     def _match_by_kernel(self, features: Tensor, windows: Windows, match: Operation) -> Plan | None:
         """The plan of :func:`match_windows`, made by a kernel; None if that does not run."""
@@ -128,15 +128,16 @@ def window_cells(grid: Grid, sy: int, sx: int) -> tuple[int, int]:
 
     Windows are as large as possible, but at most an eighth of the rows and of the columns of cells
     may fill no window. The grid must have at least one cell.
+
+    A compiler gets plain numbers, so its graph serves all grids with windows of that size.
     """
     cells = grid.cells(sy, sx)
     return _cells_along(cells.height, sy), _cells_along(cells.width, sx)
 
 
 def _cells_along(cells: int, side: int) -> int:
-    # A plain number also where a compiler has a symbol for the number of cells.
     choices = range(min(_CELLS_ALONG, WINDOW_SIDE // side), 1, -1)
-    return next((each for each in choices if each <= cells >= 8 * (cells % each)), 1)
+    return next((n for n in choices if n <= cells and 8 * (cells % n) <= cells), 1)
 
 
 def match_windows(
