@@ -23,7 +23,7 @@ from tome_nodes import reasons
 from tome_nodes.forecasting import forecasts
 from tome_nodes.forecasting.forecasts import Forecasts
 from tome_nodes.forecasting.steps import log_snr
-from tome_nodes.pytorch import calls, pipeline_runs
+from tome_nodes.pytorch import patched_calls, pipeline_runs
 from tome_nodes.pytorch.noise_call import NoiseCall, noise_call
 
 pytestmark = pytest.mark.newest_only
@@ -607,7 +607,7 @@ def test_an_error_in_the_report_costs_no_picture(log_messages, monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("on purpose")
 
-    monkeypatch.setattr(calls, "replace", fail)
+    monkeypatch.setattr(patched_calls, "replace", fail)
     assert torch.equal(case(steps=20), expected)
     assert log_messages()[1:] == [
         "[ToMe] the report of this run is missing: RuntimeError: on purpose"

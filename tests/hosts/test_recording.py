@@ -106,7 +106,7 @@ def test_a_compiled_model_is_recorded_without_times_in_one_graph(sd15, fresh_com
     ("owner", "name"),
     [
         *((None, "on_step"), (Recorder, "note"), (Recorder, "finish")),
-        *((log_line, "log_line"), (model_report, "RunRecord")),
+        *((log_line, "log_line"), (model_report, "merging_record")),
     ],
 )
 def test_an_error_in_what_is_told_of_a_run_loses_no_picture(sd15, monkeypatch, caplog, owner, name):

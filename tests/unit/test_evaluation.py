@@ -9,7 +9,7 @@ from torch.nn import Linear
 
 from tome_nodes.patching.evaluation import Observer
 from tome_nodes.patching.model import deepest_level
-from tome_nodes.patching.model_run import ModelRun
+from tome_nodes.patching.model_run import ModelRun, Request
 from tome_nodes.patching.schedule import MergingStep, step_index
 from tome_nodes.patching.stack import Stack
 from tome_nodes.patching.unet import UNetRecord
@@ -62,7 +62,8 @@ class Merging(Observer):
 
     @torch.no_grad()
     def __call__(self, step=NOW, obstacle=None):
-        return self.run.evaluate(lambda: self.model(X), step, GRID, X.device, X.dtype, obstacle)
+        request = Request(step, GRID, X.device, X.dtype, obstacle)
+        return self.run.evaluate(lambda: self.model(X), request)
 
     def has_overrides(self):
         return any("forward" in vars(module) for module in self.model.modules())

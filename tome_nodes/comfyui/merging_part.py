@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from .. import reasons
 from ..patching.engine import MakeStrategy
 from ..patching.model import uncompiled
-from ..patching.model_run import ModelRun
+from ..patching.model_run import ModelRun, Request
 from ..patching.schedule import MergingStep, is_active, progress_at
 from ..report.run_record import RunRecord
 from ..settings.config import ToMeConfig
@@ -155,7 +155,8 @@ class MergingPart:
         if torch.is_grad_enabled() and _recomputes(network):
             obstacle = reasons.RECOMPUTED
         grid, dtype = record.grid(network, shape), model.get_dtype_inference()
-        return run.evaluate(call, step, grid, t.device, dtype, obstacle, has_patches(options))
+        request = Request(step, grid, t.device, dtype, obstacle, has_patches(options))
+        return run.evaluate(call, request)
 
     def _met(
         self, network: nn.Module, model: Any, shape: Sequence[int], device: torch.device

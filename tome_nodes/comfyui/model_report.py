@@ -11,14 +11,12 @@ from typing import Any
 import torch
 from comfy.model_management import InterruptProcessingException
 
-from .. import reasons
 from ..patching.evaluation import Observer, Result
 from ..patching.model_run import ModelRun
 from ..patching.overrides import Forward
-from ..patching.prospects import prospects_of
 from ..report import log_line
 from ..report.counts import Counts
-from ..report.gain import gain_of
+from ..report.merging_record import merging_record
 from ..report.recording import Recorder
 from ..report.run_record import RunRecord
 from ..strategies.plan import Grid
@@ -89,29 +87,13 @@ class ModelReport(Observer):
         be in the way, and no model ran in ``forecast_steps``.
         """
         try:
-            counts, engine, patched = self._counts, run.engine, run.model
-            counts.forecast_steps = forecast_steps
-            obstacle = log_line.obstacle(counts, patched.max_downsample, patched.shallowest)
-            prospects = None
-            if not counts.merged:
-                prospects = prospects_of(patched, self._latent, obstacle)
-            gain = None
-            if counts.merged or forecast_steps:
-                saved = patched.saved(self._latent)
-                gain = gain_of(
-                    *(counts, patched.config, steps.begun(), saved),
-                    *(patched.shallowest, steps.gpu_waited),
-                )
-            return RunRecord(
-                model=type(model.model_config).__name__,
-                config=patched.config,
-                counts=counts,
-                unmerged=None if counts.merged else reasons.named(obstacle, others),
-                prospects=prospects,
-                stopped=run.stopped,
-                backend=None if engine is None else (*engine.in_words(), engine.backend)[0],
+            self._counts.forecast_steps = forecast_steps
+            return merging_record(
+                *(type(model.model_config).__name__, run, self._counts, self._latent),
+                begun=steps.begun,
+                others=others,
+                gpu_waited=steps.gpu_waited,
                 recording=None if self._details is None else self._details.finish(),
-                gain=gain,
             )
         except Exception as error:
             warn("the report of this run is missing", error)

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from threading import RLock
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -33,6 +33,27 @@ _locks: WeakKeyDictionary[nn.Module, RLock] = WeakKeyDictionary()
 
 _said: WeakSet[nn.Module] = WeakSet()
 """The models of which it was said that the compiler makes no more graphs."""
+
+
+class Request(NamedTuple):
+    """An evaluation that a host is about to run.
+
+    Attributes:
+        step: where it is in its run.
+        latent: the grid at level 1, of the latent or of the part of it that is evaluated.
+        device: the device on which the blocks will run.
+        dtype: the dtype of their tokens.
+        obstacle: why nothing can merge in it, according to the host; else None.
+        may_be_patched: whether other code may patch the inside of blocks; False if the host knows
+            that none does.
+    """
+
+    step: MergingStep
+    latent: Grid
+    device: torch.device
+    dtype: torch.dtype
+    obstacle: str | None = None
+    may_be_patched: bool = True
 
 
 class Begun(NamedTuple):
@@ -80,16 +101,7 @@ class ModelRun:
         self._make_strategy = make_strategy
         self._engines: dict[tuple[torch.device, torch.dtype, bool], Engine] = {}
 
-    def evaluate(
-        self,
-        call: Callable[[], Answer],
-        step: MergingStep,
-        latent: Grid,
-        device: torch.device,
-        dtype: torch.dtype,
-        obstacle: str | None = None,
-        may_be_patched: bool = True,
-    ) -> Answer:
+    def evaluate(self, call: Callable[[], Answer], request: Request) -> Answer:
         """The answer of a model that merges tokens; that of the plain model if merging fails.
 
         Merging fails if there is too little memory, or if a compiler of the model fails on it. If
@@ -98,19 +110,12 @@ class ModelRun:
 
         Args:
             call: evaluates the model.
-            step: where the evaluation is in its run.
-            latent: the grid at level 1, of the latent or of the part of it that is evaluated.
-            device: the device on which the blocks will run.
-            dtype: the dtype of their tokens.
-            obstacle: why nothing can merge in this evaluation, according to the host; else None.
-            may_be_patched: whether other code may patch the inside of blocks; False if the host
-                knows that none does.
+            request: what is known of the evaluation.
         """
-        given = step, latent, device, dtype, obstacle, may_be_patched
         if not self.may_compile:
             call = partial(with_graphs_so_far, call)
         try:
-            return self._evaluated(call, *given)
+            return self._evaluated(call, request)
         except Exception as error:
             self.may_compile = not has_no_more_graphs(error)
             why = _why_stopped(error) if self._may_merge and self.may_compile else None
@@ -118,18 +123,18 @@ class ModelRun:
                 raise
         # Not in the except block, where the traceback keeps the tensors of the evaluation.
         if why is None:
-            return self._evaluated(partial(with_graphs_so_far, call), *given)
+            return self._evaluated(partial(with_graphs_so_far, call), request)
         self.stopped = why
         try:
-            answer = self._evaluated(call, *given)
+            answer = self._evaluated(call, request)
         except BaseException:
             self.stopped = None
             raise
         log.warning("[ToMe] %s; the rest of this run goes on without merging", why)
         return answer
 
-    def _evaluated(self, call: Callable[[], Answer], *given: Any) -> Answer:
-        begun = self.begin(*given)
+    def _evaluated(self, call: Callable[[], Answer], request: Request) -> Answer:
+        begun = self.begin(request)
         try:
             answer = call()
             self.note(begun)
@@ -137,27 +142,22 @@ class ModelRun:
             self.end(begun)
         return answer
 
-    def begin(
-        self,
-        step: MergingStep,
-        latent: Grid,
-        device: torch.device,
-        dtype: torch.dtype,
-        obstacle: str | None,
-        may_be_patched: bool,
-    ) -> Begun:
-        """Begin an evaluation, which is to be ended whatever happens; see :meth:`evaluate`."""
+    def begin(self, request: Request) -> Begun:
+        """Begin an evaluation, which is to be ended whatever happens."""
         model = self.model
         lock = _locks.setdefault(model.model, RLock())
-        with lock:
-            obstacle = self._obstacle(step, latent, device, dtype, obstacle)
+        lock.acquire()
+        try:
+            obstacle = self._obstacle(request)
             self._may_merge = obstacle is None
             evaluation = None
             if obstacle is None:
-                evaluation = self._evaluation(step, latent, device, may_be_patched)
+                evaluation = self._evaluation(request)
                 model.begin(evaluation)
-            lock.acquire()
-        return Begun(lock, step, obstacle, evaluation)
+        except BaseException:
+            lock.release()
+            raise
+        return Begun(lock, request.step, obstacle, evaluation)
 
     def note(self, begun: Begun) -> None:
         """Tell the observer what an evaluation did."""
@@ -177,37 +177,35 @@ class ModelRun:
         finally:
             begun.lock.release()
 
-    def _obstacle(
-        self,
-        step: MergingStep,
-        latent: Grid,
-        device: torch.device,
-        dtype: torch.dtype,
-        obstacle: str | None,
-    ) -> str | None:
+    def _obstacle(self, request: Request) -> str | None:
         """Why nothing can merge in an evaluation; None if merging may be tried."""
-        if not step.is_active:
-            config = self._config
-            return reasons.percents(config.start_percent, config.end_percent, step.begins)
+        if not request.step.is_active:
+            config, begins = self._config, request.step.begins
+            return reasons.percents(config.start_percent, config.end_percent, begins)
         if self.stopped is not None:
             return self.stopped
-        if obstacle is not None:
-            return obstacle
-        engine = self.engine = self._engine(device, dtype)
+        if request.obstacle is not None:
+            return request.obstacle
+        engine = self.engine = self._engine(request.device, request.dtype)
         if engine.error is not None:
-            return reasons.cannot_merge(device, engine.error)
-        return self.model.too_little(latent)
+            return reasons.cannot_merge(request.device, engine.error)
+        return self.model.too_little(request.latent)
 
-    def _evaluation(
-        self, step: MergingStep, latent: Grid, device: torch.device, may_be_patched: bool
-    ) -> Evaluation:
-        config, engine, model = self._config, self.engine, self.model
+    def _evaluation(self, request: Request) -> Evaluation:
+        config, engine, model, step = self._config, self.engine, self.model, request.step
         assert engine is not None
         key = step_key(config.seed, step.picks)
-        engine.strategy.begin(torch.full((), key, dtype=torch.int64, device=device))
-        by_stack = not (may_be_patched or torch.is_grad_enabled() or model.observer.follows_blocks)
-        ratio, deepest = ratio_at(config, step.progress), model.deepest(latent)
-        return Evaluation(engine, ratio, latent, deepest, may_be_patched, by_stack)
+        engine.strategy.begin(torch.full((), key, dtype=torch.int64, device=request.device))
+        return Evaluation(
+            engine,
+            ratio_at(config, step.progress),
+            request.latent,
+            model.deepest(request.latent),
+            request.may_be_patched,
+            by_stack=not (
+                request.may_be_patched or torch.is_grad_enabled() or model.observer.follows_blocks
+            ),
+        )
 
     def _engine(self, device: torch.device, dtype: torch.dtype) -> Engine:
         # Kernels give no gradients.

@@ -17,13 +17,14 @@ from .. import reasons
 from ..patching.compiling import with_graphs_so_far
 from ..patching.engine import MakeStrategy
 from ..patching.evaluation import Observer, Result
-from ..patching.model_run import ModelRun
+from ..patching.model_run import ModelRun, Request
 from ..patching.prospects import prospects_of
 from ..patching.schedule import MergingStep, is_active
 from ..patching.unet import UNetRecord
 from ..report import log_line
 from ..report.counts import Counts
 from ..report.gain import gain_of
+from ..report.merging_record import merging_record
 from ..report.run_record import RunRecord
 from ..settings.config import ToMeConfig
 from ..strategies.plan import Grid
@@ -87,7 +88,7 @@ class MergingCalls:
         self._run = _Untraced(config, record, unet, make_strategy, self._latest)
         self._find_obstacle = find_obstacle
         self._once = once
-        self._arguments: tuple[Any, ...] = ()
+        self._latent = Grid(0, 0)
         self._completed = True
         self._noisiest = levels - 1
         self._timestep = math.inf
@@ -111,9 +112,10 @@ class MergingCalls:
             counts: counts what merges in the run that it belongs to; None if that is not known,
                 and each call is reported alone.
         """
-        if not self._begin(args, kwargs, step):
+        request = self._begin(args, kwargs, step)
+        if request is None:
             return forward(*args, **kwargs)
-        answer = self._run.evaluate(partial(forward, *args, **kwargs), *self._arguments)
+        answer = self._run.evaluate(partial(forward, *args, **kwargs), request)
         self._complete(counts)
         return answer
 
@@ -122,14 +124,14 @@ class MergingCalls:
         self._once.warn(f"nothing merged: {reason}")
 
     @torch.compiler.disable
-    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> bool:
-        """Begin a call; return whether its arguments are understood. If not, log that once."""
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> Request | None:
+        """Begin a call; None if its arguments are not understood, which is logged once."""
         sample, timestep = first_two_arguments(self._unet, args, kwargs)
         is_sample = isinstance(sample, Tensor) and sample.ndim >= 4
         is_timestep = isinstance(timestep, SupportsFloat)
         if not (is_sample and is_timestep):
             self.warn(reasons.UNKNOWN_CALL)
-            return False
+            return None
         noise = timestep.max().item() if isinstance(timestep, Tensor) else timestep
         # A new run may have more memory.
         is_new = noise > self._timestep or not self._completed
@@ -142,9 +144,8 @@ class MergingCalls:
         at = self._step(noise, step)
         # The check may visit every module of the UNet.
         obstacle = self._find_obstacle(self._unet, self._config) if at.is_active else None
-        device, latent = _execution_device(self._unet, sample), Grid(*sample.shape[-2:])
-        self._arguments = at, latent, device, sample.dtype, obstacle
-        return True
+        device, self._latent = _execution_device(self._unet, sample), Grid(*sample.shape[-2:])
+        return Request(at, self._latent, device, sample.dtype, obstacle)
 
     @torch.compiler.disable
     def _complete(self, counts: Counts | None) -> None:
@@ -166,7 +167,7 @@ class MergingCalls:
         """
         counts = Counts()
         counts.note(result)
-        model, latent = self._run.model, self._arguments[1]
+        model, latent = self._run.model, self._latent
         if not counts.merged:
             why = log_line.obstacle(counts, model.max_downsample, model.shallowest)
             prospects = prospects_of(model, latent, why)
@@ -186,23 +187,8 @@ class MergingCalls:
             counts: what merged in it, and which steps had no call.
             begun: when each step began, in seconds.
         """
-        model, engine, latent = self._run.model, self._run.engine, self._arguments[1]
-        obstacle = log_line.obstacle(counts, model.max_downsample, model.shallowest)
-        gain = prospects = None
-        if not counts.merged:
-            prospects = prospects_of(model, latent, obstacle)
-        if counts.merged or counts.forecast_steps:
-            saved = model.saved(latent)
-            gain = gain_of(counts, self._config, begun, saved, model.shallowest)
-        return RunRecord(
-            model=type(self._unet).__name__,
-            config=self._config,
-            counts=counts,
-            unmerged=None if counts.merged else obstacle,
-            prospects=prospects,
-            backend=None if engine is None else (*engine.in_words(), engine.backend)[0],
-            gain=gain,
-        )
+        name = type(self._unet).__name__
+        return merging_record(name, self._run, counts, self._latent, lambda: begun)
 
     def _step(self, timestep: float, step: int) -> MergingStep:
         (bits,) = struct.unpack("<Q", struct.pack("<d", timestep))
