@@ -55,8 +55,9 @@ class Block:
         """
         raise NotImplementedError
 
-    def covered(self, by_stack: bool) -> tuple[str, ...]:
-        """The paths of the blocks that its outcome is about."""
+    @cached_property
+    def covered(self) -> tuple[str, ...]:
+        """The paths of the blocks that its outcome is about where stacks are overridden as one."""
         return (self.name,)
 
     @property

@@ -139,7 +139,7 @@ class PatchedModel(ModelState):
             outcome = block.outcome
             if outcome.has_run:
                 if evaluation.by_stack:
-                    outcome.blocks = block.covered(by_stack=True)
+                    outcome.blocks = block.covered
                 outcome.complete()
                 outcomes.append(outcome)
         return outcomes

@@ -13,7 +13,7 @@ from ..strategies.cells import growth_of
 from ..strategies.plan import Grid, Plan
 from .attention_trial import Attention
 from .block import Block
-from .evaluation import ModelState
+from .evaluation import ModelState, Outcome
 from .key_weights import KeyWeights
 from .overrides import Forward, Override
 from .stack import Stack, StackPass
@@ -102,12 +102,13 @@ class UNetBlock(Block):
         return self._shares_plan and not self.merges_only_keys and can_weigh
 
     def forget(self) -> None:
-        super().forget()
+        self.outcome = Outcome((self.name,))
         self._plan: Plan | None = None
         self._outer_plan: Plan | None = None
 
-    def covered(self, by_stack: bool) -> tuple[str, ...]:
-        if not (by_stack and self._is_first and self._is_covered):
+    @cached_property
+    def covered(self) -> tuple[str, ...]:
+        if not (self._is_first and self._is_covered):
             return (self.name,)
         # The last block has an outcome of its own.
         between = range(1, len(self.stack.blocks) - 1)
