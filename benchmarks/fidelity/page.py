@@ -237,7 +237,7 @@ def plot(shown_in: Mapping[str, Rows], path: Path) -> None:
     high = 2 if len(shown_in) > 3 else 1
     wide = -(-len(shown_in) // high)
     figure, grid_of_axes = plt.subplots(high, wide, figsize=(10 * wide, 8 * high), squeeze=False)
-    axes = grid_of_axes.flat
+    axes = [*grid_of_axes.flat]
     for axis, (title, rows) in zip(axes, shown_in.items(), strict=True):
         shown = points(rows)
         unbeaten = front(shown)
