@@ -250,7 +250,7 @@ def plot(shown_in: Mapping[str, Rows], path: Path) -> None:
         axis.margins(x=0.25, y=0.1)
         axis.set(title=title, xlabel="time, unpatched = 1", ylabel="error")
         axis.grid(alpha=0.3)
-        axis.legend(loc="lower left", fontsize=8)
+        axis.legend(loc="best", fontsize=8)
     figure.tight_layout()
     for axis, rows in zip(axes, shown_in.values(), strict=True):
         label(axis, points(rows))

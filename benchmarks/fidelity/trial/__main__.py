@@ -166,10 +166,11 @@ class Training:
         return side, loss.item()
 
     def _loss(self, size: int, side: int) -> Tensor:
-        """That of velocities at noise levels spread evenly over the schedule."""
+        """That of velocities at noise levels all over the schedule."""
         pixels, places, prompts = self._data.batch(size, side)
-        times = torch.arange(size) + torch.rand(size, generator=self._generator)
-        times = (times * len(self._sigmas) / size).long()
+        evenly = (torch.arange(size) + torch.rand(size, generator=self._generator)) / size
+        # More of them are high, where what is where is decided.
+        times = (evenly.sqrt() * len(self._sigmas)).long()
         sigma = self._sigmas[times].view(-1, 1, 1, 1)
         noise = torch.randn(pixels.shape, generator=self._generator)
         size_of_input = (sigma**2 + 1).sqrt()
