@@ -120,6 +120,7 @@ def bench(torch: str, arguments: list[str]) -> int:
         "picture": "benchmarks.fidelity.off_and_on",
         "host-time": "benchmarks.speed.host_time",
         "report": "benchmarks.speed.report",
+        "train": "benchmarks.fidelity.trial",
         "work": "benchmarks.work",
     }
     for name in others:
@@ -242,8 +243,9 @@ def _parser() -> argparse.ArgumentParser:
         "user could pick changes, and what it takes: --quick, --only, --steps, --names, --seeds; "
         "with --forecasts, whether forecasts change more than fewer steps: --quick, --only; "
         "with --picture, the picture of off and on: --model, --repeats; with "
-        "--host-time, what merging adds before any kernel runs: --quick; with --work, how much "
-        "work is left, counted; with --report, tables of what was measured on a GPU",
+        "--host-time, what merging adds before any kernel runs: --quick; with --train, train a "
+        "UNet that --fidelity can ask: sdxl or sd15, --minutes, --rate, --full-share; with --work, "
+        "how much work is left, counted; with --report, tables of what was measured on a GPU",
     )
     add(
         "gpu",

@@ -5,12 +5,13 @@ python3 dev.py bench --fidelity [--quick] [--only pictures hires image few secon
 
 With ``--quick``, only what the last line needs is measured, once, with one number of steps and one
 sampler, and nothing is kept. With the other arguments, the rows that they leave out stay as they
-are in the results.
+are in the results. The judges whose names begin with trial have to be trained first, see
+``benchmarks/fidelity/trial``, and are asked only by name.
 """
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks.host import use_cpu
@@ -49,26 +50,33 @@ def main() -> None:
         rows, pictures = judged(judge, picked, is_quick=arguments.quick)
         result = with_others(result)
         kept = result.setdefault(name, {}).setdefault(str(steps), {})
-        kept |= {option: {"origin": taken, **row} for option, row in rows.items()}
+        kept |= {option: {"origin": taken, **_rounded(row)} for option, row in rows.items()}
         if is_kept:
             path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-            is_shown = name not in page.SAMPLED_OTHERWISE and not arguments.names
+            is_shown = name in page.SHOWN and not arguments.names
             if is_shown and str(steps) == next(iter(result[name])):
                 page.sheet(pictures, RESULTS / page.sheet_name(name))
     result = with_others(result)
     summary = page.summary(result)
     if is_kept:
-        for name, counts in result.items():
-            page.plot(counts, page.JUDGES[name], RESULTS / page.plot_name(name))
+        for name in result:
+            if shown := page.panels(result, name):
+                page.plot(shown, RESULTS / page.plot_name(name))
         text = page.markdown(result, summary)
         (RESULTS / "fidelity.md").write_text(text, encoding="utf-8")
     print(summary)
 
 
+def _rounded(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of a row with as many digits as are worth keeping."""
+    return {key: round(each, 5) if isinstance(each, float) else each for key, each in row.items()}
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="dev.py bench --fidelity", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="print the last line only, no files")
-    parser.add_argument("--only", nargs="+", choices=page.JUDGES, default=[*page.JUDGES])
+    trained = [name for name in page.JUDGES if name not in page.TRIALS]
+    parser.add_argument("--only", nargs="+", choices=page.JUDGES, default=trained)
     parser.add_argument("--steps", nargs="+", type=int, default=[20, 16, 12, 8, 4])
     parser.add_argument("--names", nargs="+", metavar="NAME", help="measure only these rows again")
     parser.add_argument("--seeds", type=int, default=1, help="pictures of each prompt")
@@ -81,8 +89,8 @@ def asked(arguments: argparse.Namespace) -> Iterator[tuple[str, int, Judge, Sequ
     Raises:
         SystemExit: for an unknown name, before any judge paints.
     """
-    left_out = page.SAMPLED_OTHERWISE if arguments.quick else ()
-    benches = {name: BENCHES[name] for name in arguments.only if name not in left_out}
+    names = [name for name in arguments.only if name in page.SHOWN or not arguments.quick]
+    benches = {name: BENCHES[name] for name in names}
     known = {
         option.name
         for bench in benches.values()

@@ -7,6 +7,7 @@ channels, as in an inpainting model, say where in the photo the crop is.
 """
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -92,8 +93,13 @@ def load() -> ModelPatcher:
 
 
 def with_weights(model: BaseModel, file: Path) -> ModelPatcher:
+    """A model with the trained weights of a file, ready to sample with."""
+    return ready(model, weights.load(file))
+
+
+def ready(model: BaseModel, trained: Mapping[str, Tensor]) -> ModelPatcher:
     """A model with trained weights, ready to sample with."""
-    model.diffusion_model.load_state_dict(weights.load(file))
+    model.diffusion_model.load_state_dict(trained)
     device = comfy.model_management.get_torch_device()
     return ModelPatcher(model, load_device=device, offload_device=torch.device("cpu"))
 

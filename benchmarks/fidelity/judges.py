@@ -1,7 +1,8 @@
 """The judges whose models are transformers, and what each judge is asked."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,8 @@ from torch import Tensor
 from benchmarks.fidelity import latents, options, scene_transformer, video_transformer
 from benchmarks.fidelity.meter import attention_share
 from benchmarks.fidelity.options import Option
-from benchmarks.fidelity.pictures import (
-    HighResolutionJudge,
-    HighResolutionLightJudge,
-    HighResolutionNoisyJudge,
-    HighResolutionStrongJudge,
-    Judge,
-    PictureJudge,
-)
+from benchmarks.fidelity.pictures import HighResolutionJudge, Judge, PictureJudge
+from benchmarks.fidelity.trial.layouts import LAYOUTS
 
 
 class FlowJudge(Judge):
@@ -143,12 +138,46 @@ class Bench:
     steps: Sequence[int]
 
 
+def _pictures(*steps: int, **others: Any) -> Bench:
+    make = partial(PictureJudge, many=False, **others)
+    return Bench(make, options.of_other_runs, steps)
+
+
+def _cell(**others: Any) -> Bench:
+    return _pictures(20, 12, 8, photos=2, **others)
+
+
+def _hires(*steps: int, **others: Any) -> Bench:
+    return Bench(partial(HighResolutionJudge, **others), options.of_other_runs, steps)
+
+
+def _trial(layout: str) -> dict[str, Bench]:
+    trial = {"trial": LAYOUTS[layout]}
+    return {
+        f"trial_{layout}": _pictures(20, **trial),
+        f"trial_{layout}_second": _hires(8, guidance=2.0, **trial),
+    }
+
+
+_NOISY: Mapping[str, Any] = {"sampler": "dpmpp_2m_sde"}
+
 BENCHES = {
     "pictures": Bench(PictureJudge, options.of_unet, (12, 20, 8)),
-    "hires": Bench(HighResolutionJudge, options.of_high_resolution, (8, 16)),
-    "hires_light": Bench(HighResolutionLightJudge, options.of_high_resolution, (8,)),
-    "hires_noisy": Bench(HighResolutionNoisyJudge, options.of_high_resolution, (8,)),
-    "hires_strong": Bench(HighResolutionStrongJudge, options.of_high_resolution, (16,)),
+    "pictures_7": _cell(guidance=7.0),
+    "pictures_euler": _cell(sampler="euler"),
+    "pictures_euler_7": _cell(sampler="euler", guidance=7.0),
+    "pictures_ancestral": _cell(sampler="euler_ancestral"),
+    "pictures_ancestral_7": _cell(sampler="euler_ancestral", guidance=7.0),
+    "hires": Bench(HighResolutionJudge, options.of_high_resolution, (8,)),
+    "hires_7": _hires(8, guidance=7.0),
+    "hires_light": _hires(8, denoise=0.3),
+    "hires_light_7": _hires(8, denoise=0.3, guidance=7.0),
+    "hires_noisy": _hires(8, **_NOISY),
+    "hires_noisy_7": _hires(8, guidance=7.0, **_NOISY),
+    "hires_strong": _hires(16, denoise=0.7, **_NOISY),
+    "hires_strong_7": _hires(16, denoise=0.7, guidance=7.0, **_NOISY),
+    **_trial("sdxl"),
+    **_trial("sd15"),
     "image": Bench(SceneJudge, options.of_new_pictures, (8, 20)),
     "few": Bench(FewJudge, options.of_new_pictures, (4, 8)),
     "few_multistep": Bench(FewMultistepJudge, options.of_transformer, (8,)),

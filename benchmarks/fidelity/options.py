@@ -24,6 +24,9 @@ FEWER: dict[int, Sequence[int]] = {
 }
 """The fewer steps to which a run can be cut, by its number of steps."""
 
+MERGED_FEWER: dict[int, Sequence[int]] = {20: (13, 12, 11), 8: (6, 5)}
+"""The same where *fast* forecasts steps of a UNet: about as many as it evaluates."""
+
 
 ON_TRANSFORMERS = {"fast": (0.3, 0.5, 0.6, 0.75)}
 """Ratios to judge on transformers, where preset balanced is the same as fast."""
@@ -57,17 +60,22 @@ def of_unet(steps: int) -> list[Option]:
     """Options on a UNet in place of a run of that many steps."""
     return [
         *_without_merging(steps),
+        *_merged_fewer(steps),
         *_peers_on_unets(),
-        Option("q,k,v 0.5", page.MERGING, ours()),
-        Option("clusters 0.5", page.MERGING, ours(strategy="cluster")),
-        Option("clusters 0.5 from 0.6", page.MERGING, ours(strategy="cluster", start_percent=0.6)),
-        Option("k,v 0.5", page.MERGING, ours(attn_tokens="k,v")),
-        Option("k,v 0.75", page.MERGING, ours(ratio=0.75, attn_tokens="k,v")),
         _keys(page.KEYS75, 0.75),
         Option(page.PAPER, page.MERGING, ours(**ONCE)),
         *_merging(),
         *_presets({"balanced": (0.6, 0.75), "fast": (0.3, 0.5, 0.6)}),
-        *_together(),
+    ]
+
+
+def of_other_runs(steps: int) -> list[Option]:
+    """The few options that are asked under other samplers, guidance and noise, and of trials."""
+    return [
+        *_fewer(steps, slice(1, 4)),
+        *_merged_fewer(steps),
+        _tomesd(),
+        *_presets({"balanced": (0.6,), "fast": (0.6,)}),
     ]
 
 
@@ -80,7 +88,8 @@ def of_high_resolution(steps: int) -> list[Option]:
         PatchModelAddDownscale, block_number=2, downscale_after_skip=True, **shrink, **methods
     )
     return [
-        *(Option(f"{fewer} steps", page.STEPS, steps=fewer) for fewer in FEWER[steps][1:4]),
+        *_fewer(steps, slice(1, 4)),
+        *_merged_fewer(steps),
         *_peers_on_unets(),
         _todo(),
         _keys(page.KEYS75, 0.75),
@@ -117,13 +126,27 @@ def of_edit(steps: int) -> list[Option]:
 
 
 def _without_merging(steps: int) -> list[Option]:
-    found = [Option(f"{fewer} steps", page.STEPS, steps=fewer) for fewer in FEWER[steps]]
+    found = _fewer(steps)
     found += _caches("EasyCache", rivals.easy_cache)
     found += _caches("LazyCache", rivals.lazy_cache)
     found.append(Option("forecast", page.FORECAST, rivals.forecast()))
     if steps >= 8:
         found.append(Option("forecast, more skipped", page.FORECAST, rivals.forecast(4)))
     return found
+
+
+def _fewer(steps: int, picked: slice = slice(None)) -> list[Option]:
+    """Fewer steps, those of :data:`FEWER` that are picked."""
+    return [Option(f"{fewer} steps", page.STEPS, steps=fewer) for fewer in FEWER[steps][picked]]
+
+
+def _merged_fewer(steps: int) -> list[Option]:
+    """What *fast* merges, with fewer steps in place of forecasts."""
+    merged = preset("fast", forecast=False)
+    return [
+        Option(f"fast 0.6, {fewer} steps", page.MERGED_STEPS, merged, steps=fewer)
+        for fewer in (steps, *MERGED_FEWER.get(steps, ()))
+    ]
 
 
 def _caches(name: str, cache: Callable[[float], Patch]) -> list[Option]:
@@ -135,10 +158,14 @@ def _peers_on_unets() -> list[Option]:
     """What others have published for UNets."""
     tile = {"tile_size": 256, "swap_size": 2, "max_depth": 0, "scale_depth": False}
     return [
-        Option(page.TOMESD, page.MERGING, ours(TomesdStrategy, **ONCE)),
+        _tomesd(),
         Option("core q 0.5", page.MERGING, node(TomePatchModel, ratio=0.5)),
         Option("HyperTile", page.MERGING, node(HyperTile, **tile)),
     ]
+
+
+def _tomesd() -> Option:
+    return Option(page.TOMESD, page.MERGING, ours(TomesdStrategy, **ONCE))
 
 
 def _todo() -> Option:
@@ -170,16 +197,6 @@ def _keys(name: str, ratio: float) -> Option:
     return Option(name, page.MERGING, merged, keys=1 - ratio)
 
 
-def _together() -> list[Option]:
-    """Presets on a UNet, together with each thing that can be added."""
-    others = {"EasyCache 0.2": rivals.easy_cache(0.2), "forecast": rivals.forecast()}
-    return [
-        Option(f"{name} {ratio:g}, {other}", page.BOTH, _then(preset(name, ratio), patch))
-        for other, patch in others.items()
-        for name, ratio in (("balanced", 0.6), ("fast", 0.5))
-    ]
-
-
 def ours(other: Callable[..., Any] | None = None, /, **settings: Any) -> Patch:
     """Our patch with these settings, on maps of any size; ``other`` makes another strategy."""
     own: dict[str, Any] = {} if other is None else {"make_strategy": other}
@@ -187,9 +204,9 @@ def ours(other: Callable[..., Any] | None = None, /, **settings: Any) -> Patch:
     return partial(attach, config=config, **own)
 
 
-def preset(name: str, ratio: float = 0.6) -> Patch:
-    """Our patch with a preset."""
-    return ours(**settings_of(name, {"ratio": ratio}))
+def preset(name: str, ratio: float = 0.6, **others: Any) -> Patch:
+    """Our patch with a preset, apart from ``others``."""
+    return partial(attach, config=ToMeConfig(**settings_of(name, {"ratio": ratio}) | others))
 
 
 def _then(first: Patch, second: Patch) -> Patch:

@@ -17,11 +17,24 @@ matplotlib.use("agg")
 from matplotlib import pyplot as plt
 
 JUDGES = {
-    "pictures": "Pictures of a UNet",
-    "hires": "Second passes of the UNet at 128x128 tokens, denoise 0.5",
-    "hires_light": "The same, denoise 0.3",
-    "hires_noisy": "The same, denoise 0.5, sampled by dpmpp_2m_sde",
-    "hires_strong": "The same, denoise 0.7, sampled by dpmpp_2m_sde",
+    "pictures": "Pictures of a UNet, guidance 2",
+    "pictures_7": "The same, guidance 7",
+    "pictures_euler": "The same, guidance 2, sampled by euler",
+    "pictures_euler_7": "The same, guidance 7, sampled by euler",
+    "pictures_ancestral": "The same, guidance 2, sampled by euler_ancestral",
+    "pictures_ancestral_7": "The same, guidance 7, sampled by euler_ancestral",
+    "hires": "Second passes of the UNet at 128x128 tokens, denoise 0.5, guidance 3",
+    "hires_7": "The same, guidance 7",
+    "hires_light": "The same, denoise 0.3, guidance 3",
+    "hires_light_7": "The same, denoise 0.3, guidance 7",
+    "hires_noisy": "The same, guidance 3, sampled by dpmpp_2m_sde",
+    "hires_noisy_7": "The same, guidance 7, sampled by dpmpp_2m_sde",
+    "hires_strong": "The same, denoise 0.7, guidance 3, sampled by dpmpp_2m_sde",
+    "hires_strong_7": "The same, denoise 0.7, guidance 7, sampled by dpmpp_2m_sde",
+    "trial_sdxl": "Pictures of a UNet with SDXL's layout",
+    "trial_sdxl_second": "Second passes of it",
+    "trial_sd15": "Pictures of a UNet with SD 1.5's layout",
+    "trial_sd15_second": "Second passes of it at 128x128 tokens",
     "image": "Pictures of a transformer, with guidance",
     "few": "The same distilled to four steps, without guidance",
     "few_multistep": "The distilled transformer, sampled by res_multistep",
@@ -31,13 +44,25 @@ JUDGES = {
     "edit": "Edits with two references, of a transformer without guidance",
 }
 """The judges by name, with the titles of their tables."""
-SAMPLED_OTHERWISE = "hires_light", "hires_noisy", "hires_strong", "few_multistep", "video_multistep"
-"""Judges that share the model of another and sample otherwise. Their pictures look alike."""
+SHOWN = "pictures", "hires", "image", "few", "second", "video", "edit"
+"""Judges whose pictures are shown. The others share the model of one of these and sample otherwise,
+or have a model that has to be trained first."""
+TRIALS = "trial_sdxl", "trial_sdxl_second", "trial_sd15", "trial_sd15_second"
+"""Judges whose models have to be trained first."""
+_OF_UNETS = {
+    "A UNet, 20 steps, guidance 2": ("pictures", "20"),
+    "The same, guidance 7": ("pictures_7", "20"),
+    "Second pass at 128x128 tokens, 8 steps, guidance 3": ("hires", "8"),
+    "The same pass, guidance 7": ("hires_7", "8"),
+}
+"""The panels of the plot of UNets: judges and numbers of steps."""
 
 STEPS, CACHE, FORECAST, SIZE = "fewer steps", "cache", "forecast", "lower resolution"
+MERGED_STEPS = "fewer steps, merged"
 MERGING, OURS, BOTH = "merging", "ours", "ours and another"
 COLOURS = {
     STEPS: "black",
+    MERGED_STEPS: "tab:green",
     CACHE: "tab:orange",
     FORECAST: "tab:purple",
     SIZE: "tab:brown",
@@ -123,8 +148,9 @@ def markdown(result: Mapping[str, Mapping[str, Rows]], summary: str) -> str:
         parts.append(f"## {JUDGES[judge]}")
         for steps, rows in result[judge].items():
             parts += [table(rows, f"{steps} steps"), *origins(rows)]
-        parts.append(f"![Error against time]({plot_name(judge)})")
-        if judge not in SAMPLED_OTHERWISE:
+        if panels(result, judge):
+            parts.append(f"![Error against time]({plot_name(judge)})")
+        if judge in SHOWN:
             steps = next(iter(result[judge]))
             parts.append(f"![The pictures, in {steps} steps]({sheet_name(judge)})")
     return joined(parts)
@@ -138,6 +164,19 @@ def plot_name(judge: str) -> str:
 def sheet_name(judge: str) -> str:
     """The file with pictures of a judge."""
     return f"fidelity-{judge}-pictures.webp"
+
+
+def panels(result: Mapping[str, Mapping[str, Rows]], judge: str) -> dict[str, Rows]:
+    """The rows that the plot of a judge shows, by title; none if it has no plot."""
+    if judge not in SHOWN or judge == "hires":
+        return {}
+    own = {f"{JUDGES[judge]}, {steps} steps": (judge, steps) for steps in result[judge]}
+    picked = _OF_UNETS if judge == "pictures" else own
+    return {
+        title: result[name][steps]
+        for title, (name, steps) in picked.items()
+        if steps in result.get(name, {})
+    }
 
 
 def table(rows: Rows, title: str) -> str:
@@ -193,10 +232,13 @@ def sheet(pictures: Mapping[str, Tensor], path: Path) -> None:
     webp.save(drawn, path)
 
 
-def plot(counts: Mapping[str, Rows], title: str, path: Path) -> None:
-    """Plot error against time for each number of steps; the lower left is best."""
-    figure, axes = plt.subplots(1, len(counts), figsize=(10 * len(counts), 8), squeeze=False)
-    for axis, (steps, rows) in zip(axes[0], counts.items(), strict=True):
+def plot(shown_in: Mapping[str, Rows], path: Path) -> None:
+    """Plot error against time, with a panel for each title; the lower left is best."""
+    high = 2 if len(shown_in) > 3 else 1
+    wide = -(-len(shown_in) // high)
+    figure, grid_of_axes = plt.subplots(high, wide, figsize=(10 * wide, 8 * high), squeeze=False)
+    axes = [*grid_of_axes.flat]
+    for axis, (title, rows) in zip(axes, shown_in.items(), strict=True):
         shown = points(rows)
         unbeaten = front(shown)
         axis.plot(*zip(*(shown[name] for name in unbeaten), strict=True), color="0.8", zorder=0)
@@ -206,11 +248,11 @@ def plot(counts: Mapping[str, Rows], title: str, path: Path) -> None:
                 axis.scatter(*zip(*of_kind, strict=True), color=colour, s=25, label=kind)
         axis.set_yscale("log")
         axis.margins(x=0.25, y=0.1)
-        axis.set(title=f"{title}, {steps} steps", xlabel="time, unpatched = 1", ylabel="error")
+        axis.set(title=title, xlabel="time, unpatched = 1", ylabel="error")
         axis.grid(alpha=0.3)
-        axis.legend(loc="lower left", fontsize=8)
+        axis.legend(loc="best", fontsize=8)
     figure.tight_layout()
-    for axis, rows in zip(axes[0], counts.values(), strict=True):
+    for axis, rows in zip(axes, shown_in.values(), strict=True):
         label(axis, points(rows))
     webp.save_figure(figure, path, dpi=110)
     plt.close(figure)

@@ -14,6 +14,7 @@ from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 from torch import Tensor
 
 from benchmarks.fidelity import denoiser
+from benchmarks.fidelity.trial.layouts import PHOTOS, Layout
 
 MOST_PSNR = 99.0
 """Used for equal pictures, whose ratio is infinite."""
@@ -32,7 +33,7 @@ class Judge:
         is_compared_with_many: whether there is time for a run of many steps.
     """
 
-    sampler: ClassVar[str]
+    sampler: str
     scheduler: ClassVar[str]
     decode: Callable[[Tensor], Tensor]
     tokens: int | None = None
@@ -124,9 +125,12 @@ class Judge:
 
 
 class PictureJudge(Judge):
-    """The judge whose model is the UNet of :mod:`benchmarks.fidelity.denoiser`."""
+    """The judge whose model is the UNet of :mod:`benchmarks.fidelity.denoiser`.
 
-    sampler, scheduler = "dpmpp_2m", "karras"
+    It also judges by LPIPS (the shift-tolerant one, arXiv 2207.13686, on AlexNet).
+    """
+
+    scheduler = "karras"
     decode = staticmethod(denoiser.to_pixels)
 
     def __init__(
@@ -135,32 +139,48 @@ class PictureJudge(Judge):
         guidance: float = 2.0,
         seeds: int = 1,
         photos: int = len(denoiser.NAMES),
+        sampler: str = "dpmpp_2m",
+        trial: Layout | None = None,
+        many: bool = True,
     ):
-        self.photos = photos
-        self.crops = denoiser.held_out_crops(photos * seeds)
-        super().__init__(denoiser.load(), steps, guidance, seeds)
+        """With ``trial``, its model paints, and there are at most as many photos as it knows."""
+        self.is_compared_with_many = many
+        self.photos = photos if trial is None else min(photos, len(PHOTOS))
+        self.crops = denoiser.held_out_crops(self.photos * seeds)
+        self.sampler = sampler
+        self._side = denoiser.SIDE * (1 if trial is None else trial.scale)
+        super().__init__((trial or denoiser).load(), steps, guidance, seeds)
 
     def batch(self, seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """A crop of each photo."""
         count = self.photos
         crops = self.crops[seed * count : (seed + 1) * count]
         prompts = torch.stack([denoiser.prompt(crop.photo) for crop in crops])
-        return torch.zeros(count, 3, denoiser.SIDE, denoiser.SIDE), prompts, {"crops": crops}
+        return torch.zeros(count, 3, self._side, self._side), prompts, {"crops": crops}
+
+    def figures(self, pictures: Tensor) -> dict[str, float]:
+        pairs = (_to_lpips(pictures), _to_lpips(self.expected))
+        with torch.no_grad():
+            return {**super().figures(pictures), "lpips": float(_lpips()(*pairs).mean())}
 
 
 class HighResolutionJudge(PictureJudge):
-    """The same model in a second pass, over its own picture scaled up to 128x128 tokens.
+    """The same model in a second pass, over its own picture scaled up to twice the side."""
 
-    It also judges by LPIPS (the shift-tolerant one, arXiv 2207.13686, on AlexNet).
-    """
-
-    denoise = 0.5
-    is_compared_with_many = False
-
-    def __init__(self, steps: int, guidance: float = 3.0, seeds: int = 1, photo: int = 0):
+    def __init__(
+        self,
+        steps: int,
+        guidance: float = 3.0,
+        seeds: int = 1,
+        photo: int = 0,
+        sampler: str = "dpmpp_2m",
+        denoise: float = 0.5,
+        trial: Layout | None = None,
+    ):
         """``photo`` is that of the first seed; see :data:`benchmarks.fidelity.denoiser.NAMES`."""
-        super().__init__(steps, guidance, seeds)
-        first = PictureJudge(12, guidance, photos=photo + seeds)
+        super().__init__(steps, guidance, seeds, sampler=sampler, trial=trial, many=False)
+        self.denoise = denoise
+        first = PictureJudge(12, guidance, photos=photo + seeds, trial=trial)
         self.crops = self.crops[photo:]
         pictures = first.latent(first.model, 0)[photo : photo + seeds]
         self._begin = F.interpolate(pictures, scale_factor=2.0, mode="bicubic")
@@ -170,29 +190,6 @@ class HighResolutionJudge(PictureJudge):
         crop = self.crops[seed]
         begin = self._begin[seed : seed + 1]
         return begin, denoiser.prompt(crop.photo)[None], {"crops": [crop]}
-
-    def figures(self, pictures: Tensor) -> dict[str, float]:
-        pairs = (_to_lpips(pictures), _to_lpips(self.expected))
-        with torch.no_grad():
-            return {**super().figures(pictures), "lpips": float(_lpips()(*pairs).mean())}
-
-
-class HighResolutionNoisyJudge(HighResolutionJudge):
-    """The same with a sampler that adds noise."""
-
-    sampler = "dpmpp_2m_sde"
-
-
-class HighResolutionLightJudge(HighResolutionJudge):
-    """The same, which changes the picture less."""
-
-    denoise = 0.3
-
-
-class HighResolutionStrongJudge(HighResolutionNoisyJudge):
-    """The same, which changes the picture more."""
-
-    denoise = 0.7
 
 
 @cache

@@ -22,6 +22,8 @@ from benchmarks.fidelity import (
     scene_transformer,
     video_transformer,
 )
+from benchmarks.fidelity.trial import layouts
+from benchmarks.fidelity.trial.__main__ import Training
 from tome_nodes.comfyui.attachment import attach
 
 pytestmark = pytest.mark.newest_only
@@ -64,6 +66,39 @@ def test_the_judge_of_pictures_finds_no_error_in_the_plain_model(monkeypatch):
     assert ours["psnr"] < plain["psnr"] == pictures.MOST_PSNR
     assert plain["evaluations"] == ours["evaluations"] == 2
     assert plain["time"] == 1 > ours["time"] > 0.5
+
+
+def test_fewer_merged_steps_have_no_forecasts_and_the_same_merging(monkeypatch):
+    monkeypatch.setattr(denoiser, "SIDE", 32)
+    judge = pictures.PictureJudge(steps=20, photos=1, many=False)
+    names = "fast 0.6", "fast 0.6, 20 steps", "fast 0.6, 12 steps"
+    asked = {option.name: option for option in options.of_other_runs(20)}
+    rows, _ = fidelity.judged(judge, [asked[name] for name in names])
+    both, merged, fewer = (rows[name] for name in names)
+    assert both["evaluations"] < 20 == merged["evaluations"] > fewer["evaluations"] == 12
+    assert fewer["time"] == pytest.approx(0.6 * merged["time"])
+    assert both["time"] == pytest.approx(both["evaluations"] / 20 * merged["time"])
+    assert 0 < merged["error"] < min(both["error"], fewer["error"])
+
+
+def test_a_judge_without_weights_names_the_command_that_trains_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(layouts, "ROOT", tmp_path)
+    with pytest.raises(SystemExit, match="bench --train sd15"):
+        judges.BENCHES["trial_sd15"].make(20)
+
+
+def test_a_stopped_training_goes_on_and_its_average_paints(monkeypatch, tmp_path):
+    monkeypatch.setattr(layouts, "ROOT", tmp_path)
+    monkeypatch.setattr(denoiser, "SIDE", 32)
+    first = Training(layouts.LAYOUTS["sdxl"], rate=1e-3, full_share=0.0)
+    first.step()
+    first.save()
+    again = Training(layouts.LAYOUTS["sdxl"], rate=1e-3, full_share=0.0)
+    assert again.steps == 1
+    for name, weight in first.model.state_dict().items():
+        assert torch.equal(weight, again.model.state_dict()[name])
+    judge = judges.BENCHES["trial_sdxl"].make(2)
+    assert judge.expected.shape == (3, 3, 64, 64)
 
 
 def test_a_forecast_continues_a_straight_line_in_the_logarithm_of_signal_to_noise(

@@ -1,0 +1,246 @@
+"""Train one of the two trial UNets, or go on with it; half an hour on one thread is enough.
+
+python3 dev.py bench --train sdxl [--minutes 35] [--rate 1e-3] [--full-share 0.1]
+python3 dev.py bench --train sd15
+
+It can be stopped at any time. It saves every few minutes and at the end, and goes on from there.
+Then ``python3 dev.py bench --fidelity --only trial_sdxl`` asks it.
+"""
+
+import argparse
+import math
+import os
+import signal
+import time
+from collections import defaultdict
+from typing import Any
+
+from benchmarks.host import use_cpu
+
+use_cpu()
+
+import comfy.ops  # noqa: E402
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from comfy.ldm.modules.attention import SpatialTransformer  # noqa: E402
+from comfy.ldm.modules.diffusionmodules.openaimodel import ResBlock, UNetModel  # noqa: E402
+from comfy.model_sampling import ModelSamplingDiscrete  # noqa: E402
+from skimage import data  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+
+from benchmarks.fidelity.denoiser import (  # noqa: E402
+    CONTEXT_SHAPE,
+    DEVIATION,
+    HEIGHT,
+    HELD_OUT,
+    MEAN,
+    SIDE,
+    WIDTHS,
+    Crop,
+    place,
+    prompt,
+)
+from benchmarks.fidelity.trial.layouts import LAYOUTS, PHOTOS, Layout  # noqa: E402
+
+_SAVE_EVERY = 180
+"""Seconds between two saves."""
+_WARM_UP = 50
+"""Steps over which the learning rate rises."""
+_WITHOUT_PROMPT = 0.1
+"""The share of samples without a prompt, for guidance."""
+_SIZES = ((32, 8), (64, 4))
+"""Sides in tokens of small crops, and how many are in a batch."""
+
+
+class Data:
+    """Random crops of the photos, with their places and prompts.
+
+    Args:
+        scale: tokens along a unit of a crop's side; a quarter has twice as many.
+        generator: of random numbers.
+    """
+
+    def __init__(self, scale: int, generator: torch.Generator):
+        self.scale, self.generator = scale, generator
+        self._photos = {
+            (name, each): _photo(name, each) for name in PHOTOS for each in (scale, 2 * scale)
+        }
+
+    def batch(self, size: int, side: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Pixels, places and prompts of ``size`` crops of ``side`` tokens."""
+        is_full = side == SIDE * self.scale
+        scale = self.scale if is_full or self._below(4) else 2 * self.scale
+        pixels, places, prompts = [], [], []
+        for _ in range(size):
+            name = PHOTOS[self._below(len(PHOTOS))]
+            wide = side // scale
+            top, left = self._below(HEIGHT - wide + 1), self._below(WIDTHS[name] - wide + 1)
+            while is_full and not (top % HELD_OUT and left % HELD_OUT):
+                top, left = self._below(HEIGHT - wide + 1), self._below(WIDTHS[name] - wide + 1)
+            crop = Crop(name, top, left, wide)
+            ends = [slice(start * scale, start * scale + side) for start in (top, left)]
+            pixels.append(self._photos[name, scale][:, ends[0], ends[1]])
+            places.append(place(crop, side))
+            is_told = float(torch.rand((), generator=self.generator)) >= _WITHOUT_PROMPT
+            prompts.append(prompt(name) if is_told else torch.zeros(CONTEXT_SHAPE))
+        return torch.stack(pixels), torch.stack(places), torch.stack(prompts)
+
+    def _below(self, limit: int) -> int:
+        return int(torch.randint(limit, (), generator=self.generator))
+
+
+def _photo(name: str, scale: int) -> Tensor:
+    """A photo of mean 0 and variance 1, ``[3, 80 * scale, width * scale]``."""
+    pixels = torch.from_numpy(getattr(data, name)()).permute(2, 0, 1).float() / 255
+    size = [HEIGHT * scale, WIDTHS[name] * scale]
+    scaled = F.interpolate(pixels[None], size, mode="bicubic", antialias=True)[0]
+    return (scaled.clamp(0, 1) - MEAN) / DEVIATION
+
+
+def untrained(layout: Layout) -> UNetModel:
+    """A UNet to train; the host's layers have no initial weights."""
+    unet = UNetModel(**layout.config, dtype=torch.float32, operations=comfy.ops.disable_weight_init)
+    for module in unet.modules():
+        if isinstance(module, nn.Linear | nn.Conv2d):
+            nn.init.kaiming_uniform_(module.weight, a=math.sqrt(5))
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.GroupNorm | nn.LayerNorm):
+            nn.init.ones_(module.weight)
+            nn.init.zeros_(module.bias)
+    # Residual branches start at zero, so that the deep network trains from the start.
+    for module in unet.modules():
+        if isinstance(module, ResBlock):
+            nn.init.zeros_(module.out_layers[-1].weight)
+        elif isinstance(module, SpatialTransformer):
+            nn.init.zeros_(module.proj_out.weight)
+    nn.init.zeros_(unet.out[-1].weight)
+    return unet.requires_grad_(True).to(memory_format=torch.channels_last)
+
+
+class Training:
+    """A UNet in training, the average of its weights, and the optimisers.
+
+    Args:
+        layout: says which UNet.
+        rate: the learning rate.
+        full_share: the share of batches at full size.
+    """
+
+    def __init__(self, layout: Layout, rate: float, full_share: float):
+        self._rate, self._full_share, self._file = rate, full_share, layout.weights
+        self.model, self.steps = untrained(layout), 0
+        self._optimizers = _optimizers(self.model, rate)
+        if self._file.exists():
+            kept = torch.load(self._file, weights_only=True)
+            self.model.load_state_dict(kept["model"])
+            for optimizer, its_state in zip(self._optimizers, kept["optimizers"], strict=True):
+                optimizer.load_state_dict(its_state)
+            self.average, self.steps = kept["average"], kept["steps"]
+        else:
+            self.model.load_state_dict(layout.begin(), strict=False)
+            self.average = {name: value.clone() for name, value in self.model.state_dict().items()}
+        self._generator = torch.Generator().manual_seed(self.steps)
+        self._data = Data(layout.scale, self._generator)
+        self._sizes = [*_SIZES, (SIDE * layout.scale, 2)]
+        self._sigmas = ModelSamplingDiscrete().sigmas
+
+    def step(self) -> tuple[int, float]:
+        """One update; returns the side of the batch in tokens, and the loss."""
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self._rate * min(1.0, (self.steps + 1) / _WARM_UP)
+        is_full = float(torch.rand((), generator=self._generator)) < self._full_share
+        side, size = self._sizes[-1] if is_full else self._sizes[self.steps % len(_SIZES)]
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = self._loss(size, side)
+        self.model.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for optimizer in self._optimizers:
+            optimizer.step()
+        self.steps += 1
+        keep = min(0.998, self.steps / (self.steps + 10))
+        for name, value in self.model.state_dict().items():
+            self.average[name].lerp_(value, 1 - keep)
+        return side, loss.item()
+
+    def _loss(self, size: int, side: int) -> Tensor:
+        """That of velocities at noise levels all over the schedule."""
+        pixels, places, prompts = self._data.batch(size, side)
+        evenly = (torch.arange(size) + torch.rand(size, generator=self._generator)) / size
+        # More of them are high, where what is where is decided.
+        times = (evenly.sqrt() * len(self._sigmas)).long()
+        sigma = self._sigmas[times].view(-1, 1, 1, 1)
+        noise = torch.randn(pixels.shape, generator=self._generator)
+        size_of_input = (sigma**2 + 1).sqrt()
+        inputs = torch.cat([(pixels + sigma * noise) / size_of_input, places], dim=1)
+        answer = self.model(
+            inputs.contiguous(memory_format=torch.channels_last), times, context=prompts
+        )
+        return (answer - (noise - sigma * pixels) / size_of_input).square().mean()
+
+    def save(self) -> None:
+        """Write everything; an interrupted write leaves the old file."""
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        state = {
+            "model": self.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+            "average": self.average,
+            "steps": self.steps,
+        }
+        unfinished = self._file.with_suffix(".part")
+        torch.save(state, unfinished)
+        os.replace(unfinished, self._file)
+
+
+def _optimizers(model: nn.Module, rate: float) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of blocks, which takes fewer steps than AdamW; AdamW for the rest."""
+    matrices: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        (matrices if "transformer_blocks." in name and parameter.ndim == 2 else rest).append(
+            parameter
+        )
+    return [
+        torch.optim.AdamW(rest, lr=rate, betas=(0.9, 0.99), weight_decay=0.0),
+        torch.optim.Muon(matrices, lr=rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
+    ]
+
+
+def main() -> None:
+    """Train until the time is up or the process is told to stop."""
+    parser = argparse.ArgumentParser(prog="dev.py bench --train", description=__doc__)
+    parser.add_argument("layout", choices=LAYOUTS)
+    parser.add_argument("--minutes", type=float, default=35)
+    parser.add_argument("--rate", type=float, default=1e-3, help="learning rate")
+    parser.add_argument("--full-share", type=float, default=0.1, help="of steps at full size")
+    arguments = parser.parse_args()
+    stop = False
+
+    def ask_to_stop(*_: Any) -> None:
+        nonlocal stop
+        stop = True
+
+    signal.signal(signal.SIGTERM, ask_to_stop)
+    signal.signal(signal.SIGINT, ask_to_stop)
+    training = Training(LAYOUTS[arguments.layout], arguments.rate, arguments.full_share)
+    start = saved = time.monotonic()
+    losses: dict[int, list[float]] = defaultdict(list)
+    while not stop and time.monotonic() - start < 60 * arguments.minutes:
+        side, loss = training.step()
+        losses[side].append(loss)
+        if training.steps % 20 == 0:
+            means = "  ".join(f"{s}: {sum(v) / len(v):.4f}" for s, v in sorted(losses.items()))
+            minutes = (time.monotonic() - start) / 60
+            print(f"{minutes:6.1f} min  step {training.steps}  loss {means}", flush=True)
+            losses.clear()
+        if time.monotonic() - saved > _SAVE_EVERY:
+            training.save()
+            saved = time.monotonic()
+    training.save()
+    print(f"saved after {training.steps} steps", flush=True)
+
+
+if __name__ == "__main__":
+    main()
