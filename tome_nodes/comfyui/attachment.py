@@ -109,7 +109,7 @@ def is_attached(model: ModelPatcher) -> bool:
 
 
 def last_run(model: ModelPatcher, samplers: Set[str] | None = None) -> RunRecord | None:
-    """The last run of a patched model or of a clone of it, None if there was none.
+    """The last run of a patched model or its clone, None if there was none.
 
     Args:
         model: a model, patched or not.

@@ -247,7 +247,7 @@ def _obstacle(
 
     Args:
         name: the name of the sampler.
-        known: what is known of it.
+        known: what is known about that sampler.
         levels: the logarithm of signal to noise of every step.
         count: the number of steps.
         options: the model options of the guider.

@@ -35,7 +35,7 @@ _KINDS: Mapping[str, Any] = {
 
 
 def _schema(caption: Caption, **others: Any) -> io.Schema:
-    """The schema of a node from its texts; ``others`` are further settings of it."""
+    """The schema of a node from its texts; ``others`` are its further settings."""
     return io.Schema(
         node_id=caption.id,
         display_name=caption.name,

@@ -71,7 +71,7 @@ class StepCount:
         return watched
 
     def begin(self, device: torch.device) -> None:
-        """Note that the step after those that are done begins, on a device at rest."""
+        """Note that the step after the last one done begins, on a device at rest."""
         self._mark(self.done, device)
 
     def of_evaluation(self, device: torch.device, level: float | None) -> int:

@@ -135,7 +135,7 @@ def _known(inputs: Mapping[str, Any]) -> dict[str, Any]:
     for option in PATCH.options:
         value = _unwrapped(inputs.get(option.name, option.default))
         if not isinstance(value, list):
-            # ComfyUI converts values too, and reports those that it cannot convert.
+            # ComfyUI converts values too, and reports what it cannot convert.
             with suppress(TypeError, ValueError, OverflowError):
                 known[option.name] = value if option.choices else type(option.default)(value)
         elif option is PRESET:

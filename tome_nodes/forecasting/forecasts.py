@@ -286,7 +286,7 @@ class Forecasts:
         return reasons.too_short(step.count, self._long, self._long - len(running))
 
     def _running(self, step: ForecastStep) -> frozenset[int]:
-        """The steps in which the model runs."""
+        """The steps that the model runs."""
         is_settled = self._is_settled(step)
         is_edit = is_settled and step.from_noise and step.count < _SHORTEST_EDIT
         if is_edit or self._is_rough(step):

@@ -1,4 +1,4 @@
-"""Where a step is in its run, and in which steps of a run the model runs."""
+"""Where a step is in its run, and which steps of a run the model runs."""
 
 import math
 from collections.abc import Hashable, Sequence
@@ -151,8 +151,7 @@ def begins_slowly(levels: Sequence[float]) -> bool:
 
 
 def first_steps(count: int, is_settled: bool, is_unet: bool = False) -> int:
-    """The number of steps in which the model runs before the first forecast, in a run of
-    ``count``."""
+    """How many steps the model runs before the first forecast, in a run of ``count``."""
     if is_unet and count >= LONG_ON_UNET:
         return FIRST_ON_UNET
     return FIRST_OF_MANY if count >= MANY and not is_settled else FIRST
@@ -161,7 +160,7 @@ def first_steps(count: int, is_settled: bool, is_unet: bool = False) -> int:
 def steps_that_run(
     ratio: float, count: int, is_settled: bool, is_unet: bool = False, has_turned: bool = False
 ) -> frozenset[int]:
-    """The steps of a run in which the model runs; the others are forecast.
+    """The steps of a run that the model runs; the others are forecast.
 
     Args:
         ratio: the share of the steps between the first few and the last that are forecast; at least

@@ -1,4 +1,4 @@
-"""The ways in which an attention function can weigh keys, and a trial of which are right for it.
+"""How an attention function can weigh keys, and a trial of which ways are right for it.
 
 A host may call any function for attention, also one of another node. What it is called decides
 nothing but speed.
@@ -41,7 +41,7 @@ class Tried:
 
     Attributes:
         name: what it is called.
-        ways: the ways in which it weighs keys rightly, the faster first as a rule.
+        ways: the ways that weigh keys rightly, the faster first as a rule.
     """
 
     name: str

@@ -27,7 +27,7 @@ class ModelRecord(Protocol):
     """What is known about the models of one kind."""
 
     def stacks(self, model: Any) -> Iterable[Stack]:
-        """The stacks of a model, in the order in which they run."""
+        """The stacks of a model, in running order."""
 
     def block(self, model: ModelState, stack: Stack, index: int) -> Block:
         """The block at an index of a stack."""

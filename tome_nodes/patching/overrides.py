@@ -26,7 +26,7 @@ class Overrides:
     """
 
     def __init__(self, make: Callable[[], Iterable[Override]]):
-        """``make`` returns the overrides, in the order in which they go on."""
+        """``make`` returns the overrides; the first goes on first."""
         self._make = make
         self._placed: list[_Placed] = []
         self._classes: dict[tuple[type, str], Any] = {}

@@ -36,7 +36,7 @@ class Stack:
     Attributes:
         name: its path within the model.
         module: the module that holds the blocks.
-        blocks: the modules of the blocks, in the order in which they run.
+        blocks: the modules of the blocks, in running order.
         level: how many times smaller than the latent its feature map is; 1 in a transformer.
         current: the pass that goes on, if its blocks share anything; else None.
     """
@@ -49,5 +49,5 @@ class Stack:
 
     @property
     def is_of_video(self) -> bool:
-        """Whether a temporal block, which needs all tokens, runs after every block of it."""
+        """Whether a temporal block, which needs all tokens, runs after each of its blocks."""
         return hasattr(self.module, "time_stack")

@@ -19,7 +19,7 @@ class UNetRecord(UNetCalls):
     """What is known about the UNets of a host: how they are built, and how blocks are called.
 
     Attributes:
-        layers: the modules of a model, in the order in which they run.
+        layers: the modules of a model, in running order.
         is_stack: whether a module is a stack, which holds its blocks as ``transformer_blocks``.
         attentions: see :meth:`tome_nodes.patching.model.ModelRecord.attentions`.
     """
@@ -29,7 +29,7 @@ class UNetRecord(UNetCalls):
     attentions: Callable[[], Iterable[Attention]] = tuple
 
     def stacks(self, model: Any) -> Iterator[Stack]:
-        """The stacks of a model, in the order in which they run."""
+        """The stacks of a model, in running order."""
         for name, module, level in self.layers(model):
             if self.is_stack(module):
                 blocks: Any = module.transformer_blocks

@@ -80,7 +80,7 @@ class MergingCalls:
             make_strategy: makes the strategy.
             levels: the number of noise levels that it was trained on.
             find_obstacle: returns why it cannot merge tokens in its current state, None if it can.
-            once: logs what is said of it.
+            once: logs what is said of the UNet.
         """
         self._config = config
         self._unet = unet

@@ -27,7 +27,7 @@ def apply_patch(
     preset: str = CUSTOM,
     **options: Any,
 ) -> Model:
-    """Make a UNet merge tokens, and have steps of it or of a transformer forecast, from now on.
+    """Make a UNet merge tokens, and forecast steps of a UNet or a transformer, from now on.
 
     The arguments up to ``merge_mlp`` have the names, order, defaults and meaning of ``tomesd``
     0.1.3, the reference code of arXiv 2303.17604. So a script written for tomesd runs with

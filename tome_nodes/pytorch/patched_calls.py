@@ -1,8 +1,8 @@
 """The calls of a patched model in one thread.
 
 They have two parts that do not know each other. In each call, the forecasting part is asked for the
-answer. If it has none, the model runs, in which the merging part merges tokens, and the forecasting
-part gets to see the answer. A model may have only one of the two.
+answer. If it has none, the model runs, the merging part merges its tokens, and the forecasting part
+sees the answer. A model may have only one of the two.
 """
 
 from collections.abc import Callable

@@ -20,8 +20,8 @@ class Counts(Observer):
         left_out: by the reason, the blocks with an attention that ran on all tokens, as other code
             is in the way.
         unweighted_reasons: why merged keys weighed as one token each.
-        merged_steps: the steps in which anything merged.
-        forecast_steps: the steps in which the answer of the model was forecast.
+        merged_steps: the steps that merged anything.
+        forecast_steps: the steps whose answer was forecast.
     """
 
     def __init__(self, total_steps: int = 0):

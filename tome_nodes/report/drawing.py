@@ -59,7 +59,7 @@ def merge_map(slots: np.ndarray, picture: np.ndarray | None = None, frame: int =
 
 
 def steps(is_forecast: Sequence[bool]) -> np.ndarray:
-    """Draw the steps of a run as a row of squares, those that were forecast in another colour."""
+    """Draw the steps of a run as a row of squares, with forecast steps in another colour."""
     canvas, draw = _canvas(_WIDTH, 69)
     pitch = min(40.0, _WIDTH / len(is_forecast))
     gap = 4 if pitch > 12 else 1

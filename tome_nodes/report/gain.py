@@ -29,7 +29,7 @@ class Gain:
 def _medians(begun: Mapping[int, float], steps: Set[int]) -> tuple[float, float] | None:
     """The median seconds of some steps, and of the others; None if it is not known of both.
 
-    The last step has no end, and the first does not count, in which a device warms up.
+    The last step has no end, and the first, when a device warms up, does not count.
     """
     kinds: tuple[list[float], list[float]] = [], []
     for (step, start), (_, end) in [*pairwise(begun.items())][1:]:

@@ -1,4 +1,4 @@
-"""The record of a run in which tokens merged, or were to merge."""
+"""The record of a run that merged tokens, or was to merge some."""
 
 from collections.abc import Callable, Mapping, Set
 

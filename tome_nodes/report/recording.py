@@ -1,4 +1,4 @@
-"""A sampling run in detail: which tokens merged in which step, and how long blocks took.
+"""A sampling run in detail: the tokens that merged in each step, and how long blocks took.
 
 A run is recorded only if a ToMe Report is connected. So as not to slow the run down, the recorder
 waits for the device only afterwards, and then copies everything at once.

@@ -23,7 +23,7 @@ _ROUNDS = 3
 # The share of the first edges that are quantiles. All others are at the widest gaps.
 _QUANTILES = 0.25
 
-# The share of the edges that may move in a round: those that separate least.
+# At most this share of the edges moves in a round: the edges that separate least.
 _MOVABLE = 0.3
 
 

@@ -1,4 +1,4 @@
-"""Records of the kinds of ComfyUI models in which tokens merge, and what is refused."""
+"""Records of the ComfyUI models whose tokens merge, and what is refused."""
 
 from torch import nn
 
@@ -11,7 +11,7 @@ RECORDS: tuple[ComfyRecord, ...] = (UNET, *TRANSFORMERS)
 
 
 def is_unet(model: nn.Module) -> bool:
-    """Whether a diffusion model is a UNet, in which tokens merge under every preset."""
+    """Whether a diffusion model is a UNet, whose tokens merge under every preset."""
     record = _known_record(model)
     return record is not None and record.is_unet
 
@@ -34,7 +34,7 @@ def check_forecasts(model: nn.Module) -> None:
 
 
 def record_of(model: nn.Module) -> ComfyRecord:
-    """The record of a diffusion model in which tokens are to merge.
+    """The record of a diffusion model whose tokens are to merge.
 
     Raises:
         ValueError: there is none, or the model has no blocks. The message names its class.

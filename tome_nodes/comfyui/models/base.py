@@ -22,7 +22,7 @@ class ComfyRecord(ModelRecord, Protocol):
 
     @property
     def is_unet(self) -> bool:
-        """Whether the models are UNets, in which tokens merge under every preset."""
+        """Whether the models are UNets, whose tokens merge under every preset."""
 
     def matches(self, model: nn.Module) -> bool:
         """Whether a model is of this kind."""

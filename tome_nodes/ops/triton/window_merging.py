@@ -1,7 +1,7 @@
 """The means of slots that lie in windows, as one matrix product per window.
 
 A window takes the same time however many tokens its slots hold. Tokens are summed in the order of
-the picture, so sums do not depend on the order in which a plan lists them.
+the picture, so sums do not depend on the order of a plan's list.
 """
 
 import torch
