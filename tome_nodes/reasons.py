@@ -145,6 +145,11 @@ MOMENTUM = (
     "node out"
 )
 
+CHANGED_GUIDANCE = (
+    "another node changes both answers of the model before they guide, as APG does, which a "
+    "sampler that looks back carries on; take euler"
+)
+
 OTHER_FORM = (
     "the model is called for more or other than one latent, as with layers or kept references; "
     "leave ToMe out"

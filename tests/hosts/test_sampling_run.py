@@ -5,11 +5,13 @@ import re
 import comfy.model_management
 import pytest
 import torch
+from comfy_extras.nodes_apg import APG
 from common import Shuffle, relative_error, stopped
 from host import overridden
 from models.comfyui import KINDS, TINY, UNETS, sample
 from test_forecast_runs import seen
 
+from tome_nodes import reasons
 from tome_nodes.comfyui.attachment import attach, last_run
 from tome_nodes.forecasting import forecasts
 from tome_nodes.patching import model as patched_model
@@ -170,3 +172,15 @@ def test_an_error_in_the_middle_leaves_nothing(unet, error):
     assert overridden(unet) == []
     assert torch.equal(from_noise(patched), expected)
     assert torch.equal(from_noise(unet), plain)
+
+
+@pytest.mark.parametrize(("sampler", "is_forecast"), [("euler", True), ("dpmpp_2m", False)])
+def test_beside_a_node_that_changes_answers_before_they_guide_a_sampler_must_not_look_back(
+    unet, log_messages, sampler, is_forecast
+):
+    """As APG does; more than one answer is changed only where there is guidance."""
+    patched = APG.execute(attach(unet, configured()), 1.0, 5.0, 0.0).args[0]
+    from_noise(patched, sampler=sampler, cfg=4.0)
+    (line,) = log_messages()
+    assert (reasons.CHANGED_GUIDANCE in line) != is_forecast
+    assert ("forecast " in line.split(";")[0]) == is_forecast

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, pairwise
 
 import pytest
 import torch
@@ -550,6 +550,15 @@ def test_noise_of_a_unet_that_falls_slowly_at_first_is_left_alone(sampler):
     obstacles = [SAMPLERS[sampler].obstacle(levels, 20, is_unet) for is_unet in (True, False)]
     assert obstacles == [reasons.UNEVEN, None]
     assert SAMPLERS[sampler].obstacle([-5.4, *levels[1:]], 20, True) is None
+
+
+@pytest.mark.parametrize(
+    ("first", "is_alone"), [(1.1, False), (0.97, True)], ids=["simple", "karras"]
+)
+def test_uni_pc_on_a_unet_needs_noise_that_falls_fastest_at_first(first, is_alone):
+    levels = [0.0, *accumulate([first, 1.0] + [1.0 + 0.03 * step for step in range(17)])]
+    obstacles = {name: SAMPLERS[name].obstacle(levels, 20, True) for name in ("uni_pc", "dpmpp_2m")}
+    assert obstacles == {"uni_pc": reasons.UNEVEN if is_alone else None, "dpmpp_2m": None}
 
 
 def test_samplers_that_look_back_need_noise_that_falls_more_evenly():

@@ -263,6 +263,8 @@ def _obstacle(
         return reasons.sampler_needs(name, known.least, instead)
     if (obstacle := known.obstacle(levels, count, is_unet)) is not None:
         return obstacle
+    if is_unet and known.looks_back and options.get("sampler_pre_cfg_function"):
+        return reasons.CHANGED_GUIDANCE
     if "easycache" in options["transformer_options"]:
         return reasons.CACHE
     if "denoise_mask_function" in options:

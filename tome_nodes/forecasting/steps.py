@@ -150,6 +150,15 @@ def begins_slowly(levels: Sequence[float]) -> bool:
     return second - first < 0.6 * (third - second)
 
 
+def begins_fast(levels: Sequence[float]) -> bool:
+    """Whether noise falls faster in the first step than in the second, as under karras it does not.
+
+    For ``levels``, see :func:`is_even`.
+    """
+    first, second, third = levels[:3]
+    return second - first > third - second
+
+
 def first_steps(count: int, is_settled: bool, is_unet: bool = False) -> int:
     """How many steps the model runs before the first forecast, in a run of ``count``."""
     if is_unet and count >= LONG_ON_UNET:
