@@ -144,13 +144,15 @@ class ForecastPart:
             return []
         counts = Counts(self._steps.total)
         counts.forecast_steps = self.forecasts.steps
-        begun = self._steps.begun()
+        gain = None
+        if counts.forecast_steps:
+            gain = gain_of(counts, self._config, self._steps.begun())
         record = RunRecord(
             model=type(self._guider.model_patcher.model.model_config).__name__,
             config=self._config,
             counts=counts,
             unforecast=self.reason,
-            gain=gain_of(counts, self._config, begun) if counts.forecast_steps else None,
+            gain=gain,
         )
         return [record]
 

@@ -63,15 +63,15 @@ def apply_model(
 
 @dataclass(frozen=True, eq=False)
 class _Known:
-    """A model of a run.
+    """A model of a run that can merge.
 
     Attributes:
-        record: what is known about models of its kind; None if it cannot merge.
-        run: its evaluations; None if it cannot merge.
+        record: what is known about models of its kind.
+        run: its evaluations.
     """
 
-    record: ComfyRecord | None = None
-    run: ModelRun | None = None
+    record: ComfyRecord
+    run: ModelRun
 
 
 class MergingPart:
@@ -99,7 +99,7 @@ class MergingPart:
         self._on_step = on_step
         self._with_details = with_details
         self._steps = steps
-        self._known: dict[nn.Module, _Known] = {}
+        self._known: dict[nn.Module, _Known | None] = {}
         self._reports: dict[type, tuple[ModelReport, ModelRun, Any]] = {}
         # Whether merging is on in a part of the run only.
         self._has_span = config.start_percent > 0 or config.end_percent < 1
@@ -142,13 +142,13 @@ class MergingPart:
         must_read = self._has_span or not self._steps.is_counted
         level = noise_level(t) if must_read else None
         with self._lock:
-            known = self._known.get(network)
-            if known is None:
-                known = self._known[network] = self._met(network, model, shape, t.device)
+            if network not in self._known:
+                self._known[network] = self._met(network, model, shape, t.device)
+            known = self._known[network]
             step = self._step(model, t.device, level)
-        run, record = known.run, known.record
-        if run is None or record is None:
+        if known is None:
             return call()
+        record = known.record
         others = neighbours.modules_in(options, own=KEY)
         self._others |= others
         obstacle = record.obstacle(network, conditions) or neighbours.obstacle_in(others)
@@ -156,12 +156,12 @@ class MergingPart:
             obstacle = reasons.RECOMPUTED
         grid, dtype = record.grid(network, shape), model.get_dtype_inference()
         request = Request(step, grid, t.device, dtype, obstacle, has_patches(options))
-        return run.evaluate(call, request)
+        return known.run.evaluate(call, request)
 
     def _met(
         self, network: nn.Module, model: Any, shape: Sequence[int], device: torch.device
-    ) -> _Known:
-        """A model that is new in this run; a warning in the log if it cannot merge.
+    ) -> _Known | None:
+        """A model that is new in this run; None, and a warning in the log, if it cannot merge.
 
         Models of one class are deep clones of each other, and share a report.
         """
@@ -177,7 +177,7 @@ class MergingPart:
             obstacle = str(error)
         if obstacle is not None:
             log.warning("[ToMe] a second model of this run stays unmerged: %s", obstacle)
-            return _Known()
+            return None
         kind = type(network)
         if kind in self._reports:
             report = self._reports[kind][0]

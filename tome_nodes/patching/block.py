@@ -40,7 +40,7 @@ class Block:
         self.index = index
         # Any, since only its record knows the names of its modules.
         self.module: Any = stack.blocks[index]
-        self.name = f"{stack.name}.{index}"
+        self.name = stack.path(index)
         self.forget()
 
     def forget(self) -> None:

@@ -47,6 +47,10 @@ class Stack:
     level: int = 1
     current: StackPass | None = None
 
+    def path(self, index: int) -> str:
+        """The path of a block within the model."""
+        return f"{self.name}.{index}"
+
     @property
     def is_of_video(self) -> bool:
         """Whether a temporal block, which needs all tokens, runs after each of its blocks."""

@@ -111,8 +111,7 @@ class UNetBlock(Block):
         if not (self._is_first and self._is_covered):
             return (self.name,)
         # The last block has an outcome of its own.
-        between = range(1, len(self.stack.blocks) - 1)
-        return (self.name, *(f"{self.stack.name}.{index}" for index in between))
+        return (self.name, *map(self.stack.path, range(1, len(self.stack.blocks) - 1)))
 
     def overrides(self, by_stack: bool) -> list[Override]:
         config, block = self.model.config, self.module

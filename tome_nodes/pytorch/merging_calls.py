@@ -18,12 +18,10 @@ from ..patching.compiling import with_graphs_so_far
 from ..patching.engine import MakeStrategy
 from ..patching.evaluation import Observer, Result
 from ..patching.model_run import ModelRun, Request
-from ..patching.prospects import prospects_of
 from ..patching.schedule import MergingStep, is_active
 from ..patching.unet import UNetRecord
 from ..report import log_line
 from ..report.counts import Counts
-from ..report.gain import gain_of
 from ..report.merging_record import merging_record
 from ..report.run_record import RunRecord
 from ..settings.config import ToMeConfig
@@ -167,18 +165,16 @@ class MergingCalls:
         """
         counts = Counts()
         counts.note(result)
-        model, latent = self._run.model, self._latent
-        if not counts.merged:
-            why = log_line.obstacle(counts, model.max_downsample, model.shallowest)
-            prospects = prospects_of(model, latent, why)
-            self.warn(why if prospects is None else f"{why}; {prospects.advice}")
+        # Its numbers may change from step to step, so the line itself does not tell. To count what
+        # was saved takes time.
+        kind = self._latent, *log_line.deviations(counts)
+        if counts.merged and not self._once.is_new(kind):
             return
-        # Its numbers may change from step to step, so the line itself does not tell.
-        kind = latent, *log_line.deviations(counts)
-        if self._run.engine is not None and self._once.is_new(kind):
-            line = log_line.log_line(counts, self._config, self._run.engine.in_words())
-            gain = gain_of(counts, self._config, {}, model.saved(latent), model.shallowest)
-            self._once.info(f"{line}; {gain.words}")
+        record = self.finish(counts, {})
+        if record.nothing is not None:
+            self._once.warn(record.nothing)
+        elif record.gain is not None:
+            self._once.info(f"{record.line}; {record.gain.words}")
 
     def finish(self, counts: Counts, begun: Mapping[int, float]) -> RunRecord:
         """The record of a run.
