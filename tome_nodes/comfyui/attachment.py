@@ -156,7 +156,7 @@ class _Attachment:
 
     Attributes:
         merges: whether tokens merge.
-        runs: the last run of every node that samples, by its id, in the order in which they ended.
+        runs: the last run of every node that samples, by its id, in the order they ended.
             Nothing else of a run is kept.
         running: the number of runs that have not ended.
     """

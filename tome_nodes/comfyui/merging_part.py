@@ -132,7 +132,7 @@ class MergingPart:
 
         Args:
             model: a BaseModel of ComfyUI.
-            shape: the shape of the latent, or of the part of it that is evaluated.
+            shape: the shape of the latent, or of its part that is evaluated.
             conditions: the arguments of the model, by name, besides the latent.
             t: the noise levels of the samples.
             options: the transformer options.

@@ -14,7 +14,7 @@ from .node_texts import CAPTIONS
 from .validation import fault
 from .workflow import running_server
 
-# ComfyUI validates a prompt in the context in which it received it.
+# ComfyUI validates a prompt in the context of the request that brought it.
 _messages: ContextVar[Mapping[str, str]] = ContextVar("messages")
 
 _CAPTIONS = {caption.id: caption for caption in CAPTIONS}

@@ -25,7 +25,7 @@ Way = Literal["mask", "channels"]
 _ANY: tuple[Way, ...] = ("mask", "channels")
 
 # The ways that are worth it for functions of ComfyUI that are slow in others. With a mask, flash
-# and Sage attention leave the call to PyTorch's, and xformers gets a copy of it for every query;
+# and Sage attention leave the call to PyTorch's, and xformers copies the mask for every query;
 # with more channels, Sage attention needs a larger kernel.
 _WORTH_IT: Mapping[str, tuple[Way, ...]] = {
     "attention_flash": ("channels",),

@@ -35,8 +35,8 @@ def has_no_more_graphs(error: Exception) -> bool:
 
 def with_graphs_so_far(call: Callable[[], Result]) -> Result:
     """The result of a call that makes no graphs, but may use the graphs so far."""
-    # The call may be within a compiled model, in which no stance can be taken, or around one, which
-    # goes by the stance.
+    # Within a compiled model, no stance can be taken; a compiled model within the call goes by the
+    # stance.
     within = eval_frame.set_eval_frame(False)
     try:
         with torch.compiler.set_stance("eager_on_recompile"):

@@ -20,7 +20,7 @@ class Evaluation:
     Attributes:
         engine: makes the plans.
         ratio: the ratio of the current step.
-        latent: the grid at level 1, of the latent or of the part of it that is evaluated.
+        latent: the grid at level 1: the latent's, or that of the evaluated part.
         deepest: how many times smaller than the latent the smallest grid that merges is.
         may_be_patched: whether other code may patch the inside of blocks; False if the host knows
             that none does.

@@ -40,7 +40,7 @@ class Request(NamedTuple):
 
     Attributes:
         step: where it is in its run.
-        latent: the grid at level 1, of the latent or of the part of it that is evaluated.
+        latent: the grid at level 1: the latent's, or that of the evaluated part.
         device: the device on which the blocks will run.
         dtype: the dtype of their tokens.
         obstacle: why nothing can merge in it, according to the host; else None.

@@ -58,7 +58,7 @@ class UNetRecord(UNetCalls):
 def layers_by_level(model: nn.Module) -> Iterator[Layer]:
     """The modules of a UNet whose code descends from latent-diffusion's.
 
-    Its modules are in the order in which they run, and the classes of layers between its levels are
+    Its modules are in the order they run, and the classes of layers between its levels are
     named ``Downsample`` and ``Upsample``.
     """
     level = 1

@@ -40,7 +40,7 @@ UNMEASURED = (
 NO_RUN = (
     "No run to report",
     "No run of this model is known that made these samples.",
-    "Hint: connect the model that goes into the sampler, and the samples that come out of it. If "
+    "Hint: connect the sampler's model, and the samples it returns. If "
     "they are already connected this way, sample again with another seed.",
 )
 

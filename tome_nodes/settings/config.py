@@ -48,7 +48,7 @@ class ToMeConfig:
         step=0.05,
         text="How much to save: more is faster and changes the picture more; 0 is exactly the "
         "unpatched model. In a UNet, such as SDXL, it is the share of tokens, small squares of the "
-        "picture, that merge, and more do in large pictures; in long runs of it, and in a "
+        "picture, that merge, and more do in large pictures. In its long runs, and in a "
         "transformer, such as Flux, also how many steps are skipped: of 4 steps one; of 8 one, or "
         "two from ratio 0.4; of 20 two from 0.1 and ten from 0.6.",
         more="It is the share at 64x64 tokens. Under balanced and fast, larger maps merge more, "
@@ -103,8 +103,8 @@ class ToMeConfig:
             "random picks have no effect.",
         },
         text="How tokens are grouped: bipartite matches over the whole map as in the paper, window "
-        "within windows of 16x16 tokens, which is faster at large sizes. cluster groups those that "
-        "are equally like the mean of all, as a summary of the paper has it.",
+        "within windows of 16x16 tokens, which is faster at large sizes. cluster groups "
+        "tokens that are equally like the mean of all, as a summary of the paper has it.",
     )
     scope: str = _advanced(
         "module",
@@ -177,9 +177,9 @@ class ToMeConfig:
         0,
         least=0,
         most=2**20,
-        text="Merge only feature maps of at least this many tokens. 0 leaves out those that would "
+        text="Merge only feature maps of at least this many tokens. 0 leaves out maps that would "
         "not get faster.",
-        more="These are the ones below 768 tokens, on every device.",
+        more="On every device, these are the maps of fewer than 768 tokens.",
     )
     proportional_attn: bool = _advanced(
         True,

@@ -122,8 +122,8 @@ LEVEL = Option(
     least=-1,
     most=64,
     advanced=True,
-    text="Which feature maps to show in the merge map: those that are this many times smaller than "
-    "the latent, such as 1, 2 or 4. -1 shows the largest that were merged.",
+    text="Which feature maps to show in the merge map: how many times smaller than the latent they "
+    "are, such as 1, 2 or 4. -1 shows the largest that were merged.",
 )
 
 FRAME = Option(

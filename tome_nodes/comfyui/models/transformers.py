@@ -35,7 +35,7 @@ class Transformer:
         blocks: the attributes of a model that hold its blocks.
         attention: the attribute of a block whose module calls self-attention; empty if the block
             calls it itself.
-        place: where the tokens of the picture are in the sequence: they are all of it, or others
+        place: where the tokens of the picture are in the sequence: they fill it, or others
             come after them or before them.
         patch: the size of a patch of a model: its side; its height and width; or its frames, height
             and width.

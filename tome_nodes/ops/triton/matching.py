@@ -283,8 +283,8 @@ def match_windows(
         ``slot_of_token``: ``[batch, tokens]`` int64, the slot of each token.
         ``order``: ``[batch * tokens]`` int64, tokens slot by slot.
         ``offsets``: ``[batch * slots]`` int64, where the slots begin in ``order``.
-        ``log_sizes``: ``[batch, slots]`` of the dtype of the features, in which attention takes it;
-        the logarithm of how many tokens a slot holds.
+        ``log_sizes``: ``[batch, slots]``, of the features' dtype, as attention takes it; the
+        logarithm of how many tokens a slot holds.
     """
     cut = height, width, sy, sx, high, wide, quota
     compute_capability = capability(features.device)
