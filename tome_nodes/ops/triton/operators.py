@@ -14,6 +14,14 @@ from .launching import is_traced
 
 log = logging.getLogger("tome_nodes")
 
+_TRACES = torch.__version__ >= "2.11" and not triton.knobs.runtime.interpret
+"""Whether torch.compile traces the kernels and launches them as its own.
+
+A call of an operator in Python takes longer: on an H200 with PyTorch 2.11, a small SDXL under
+*fast* took 35.7 ms with such operators, and 29.1 without. Kernels of the interpreter cannot be
+traced.
+"""
+
 
 def operator(
     shapes: Callable[..., Any], reference: Callable[..., Any] | None = None
@@ -66,53 +74,38 @@ def operator(
 
         @wraps(launcher)
         def traced(*args: Any, **kwargs: Any) -> Any:
-            known = tuple(map(_without_symbols, args))
-            if reference is not None and failed and _kind(known, kwargs) in failed:
-                return by_reference(known, kwargs)
+            if any(map(_has_symbols, args)):
+                return of_any_size(*args, **kwargs)
+            if reference is not None and failed and _kind(args, kwargs) in failed:
+                return by_reference(args, kwargs)
             before = is_traced.set(True)
             try:
-                return launcher(*known, **kwargs)
+                return launcher(*args, **kwargs)
             finally:
                 is_traced.reset(before)
 
-        own = _registered(f"tome_nodes::{name}", call, traced)
-        own.register_fake(shapes)
+        of_any_size = torch.library.custom_op(
+            f"tome_nodes::{name}_of_any_size", call, mutates_args=()
+        )
+        of_any_size.register_fake(shapes)
+        own: Any = of_any_size
+        if _TRACES:
+            own = torch.library.triton_op(f"tome_nodes::{name}", traced, mutates_args=())
+            own.register_kernel(None)(call)
+            own.register_fake(shapes)
 
         return call
 
     return register
 
 
-def _registered(name: str, call: Callable[..., Any], traced: Callable[..., Any]) -> Any:
-    """The operator that torch.compile calls.
-
-    The compiler traces its kernels and launches them as its own. A call of an operator in Python
-    takes longer: on an H200 with PyTorch 2.11, a small SDXL under *fast* took 35.7 ms with such
-    operators, and 29.1 without. Kernels of the interpreter cannot be traced.
-
-    Args:
-        name: the name of the operator.
-        call: computes on tensors that are there.
-        traced: computes on those of the compiler.
-    """
-    if torch.__version__ < "2.11" or triton.knobs.runtime.interpret:
-        return torch.library.custom_op(name, call, mutates_args=())
-    own: Any = torch.library.triton_op(name, traced, mutates_args=())
-    own.register_kernel(None)(call)
-    return own
-
-
-def _without_symbols(x: Any) -> Any:
-    """An argument with plain numbers, on which a launch depends; so each size has its own graph."""
-    if isinstance(x, torch.SymInt):
-        return int(x)
-    if isinstance(x, torch.SymFloat):
-        return float(x)
+def _has_symbols(x: Any) -> bool:
+    """Whether a compiler takes an argument for any size."""
+    if isinstance(x, Tensor):
+        return any(isinstance(length, torch.SymInt) for length in x.shape)
     if isinstance(x, list):
-        return [*map(_without_symbols, x)]
-    if isinstance(x, Tensor) and any(isinstance(length, torch.SymInt) for length in x.shape):
-        return x.view([int(length) for length in x.shape])
-    return x
+        return any(map(_has_symbols, x))
+    return isinstance(x, torch.SymInt | torch.SymFloat)
 
 
 def _kind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
