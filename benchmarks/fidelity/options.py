@@ -44,7 +44,6 @@ class Option:
         kind: one of those of :mod:`benchmarks.fidelity.page`.
         patch: makes the patched clone of a model.
         steps: number of steps; None for that of the plain run.
-        shrunk: what the sides of the picture are divided by before it is scaled up.
         keys: the share of keys and values that the attention of a transformer keeps.
     """
 
@@ -52,7 +51,6 @@ class Option:
     kind: str
     patch: Patch = field(default=lambda model: model)
     steps: int | None = None
-    shrunk: int = 1
     keys: float = 1.0
 
 
@@ -106,17 +104,6 @@ def of_transformer(steps: int) -> list[Option]:
         _keys("k,v 0.6, window 4x2", 0.6),
         _keys(page.KEYS75, 0.75),
         *_presets(ON_TRANSFORMERS),
-    ]
-
-
-def of_new_pictures(steps: int) -> list[Option]:
-    """The same, and those that need a run that makes one picture from noise alone."""
-    return [
-        *of_transformer(steps),
-        Option("half the size", page.SIZE, shrunk=2),
-        Option(
-            "fast 0.5, EasyCache 0.2", page.BOTH, _then(preset("fast", 0.5), rivals.easy_cache(0.2))
-        ),
     ]
 
 
@@ -207,7 +194,3 @@ def ours(other: Callable[..., Any] | None = None, /, **settings: Any) -> Patch:
 def preset(name: str, ratio: float = 0.6, **others: Any) -> Patch:
     """Our patch with a preset, apart from ``others``."""
     return partial(attach, config=ToMeConfig(**settings_of(name, {"ratio": ratio}) | others))
-
-
-def _then(first: Patch, second: Patch) -> Patch:
-    return lambda model: second(first(model))

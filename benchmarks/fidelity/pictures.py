@@ -6,18 +6,14 @@ from functools import cache, cached_property
 from typing import Any, ClassVar
 
 import comfy.sample
-import numpy as np
 import torch
 import torch.nn.functional as F
 from comfy.model_patcher import ModelPatcher
-from skimage.metrics import peak_signal_noise_ratio, structural_similarity
+from skimage.metrics import structural_similarity
 from torch import Tensor
 
 from benchmarks.fidelity import denoiser
 from benchmarks.fidelity.trial.layouts import PHOTOS, Layout
-
-MOST_PSNR = 99.0
-"""Used for equal pictures, whose ratio is infinite."""
 
 
 class Judge:
@@ -30,20 +26,24 @@ class Judge:
         attention: the share of attention in the work of a block, in a model that people use.
         denoise: the share of a schedule that is sampled; less than 1 starts from a picture.
         decode: turns what the model paints into pixels from 0 to 1.
-        is_compared_with_many: whether there is time for a run of many steps.
     """
 
-    sampler: str
     scheduler: ClassVar[str]
     decode: Callable[[Tensor], Tensor]
     tokens: int | None = None
     attention = 0.0
     denoise = 1.0
-    is_compared_with_many = True
 
-    def __init__(self, model: ModelPatcher, steps: int, guidance: float, seeds: int):
-        self.steps, self.guidance, self.seeds = steps, guidance, seeds
-        self.model = model
+    def __init__(
+        self,
+        model: ModelPatcher,
+        steps: int,
+        guidance: float = 3.0,
+        seeds: int = 1,
+        sampler: str = "euler",
+    ):
+        self.model, self.steps, self.guidance = model, steps, guidance
+        self.seeds, self.sampler = seeds, sampler
 
     @cached_property
     def expected(self) -> Tensor:
@@ -54,25 +54,22 @@ class Judge:
         """What a batch of pictures starts from, its prompts, and its other conditions."""
         raise NotImplementedError
 
-    def pictures(self, patched: ModelPatcher, steps: int | None = None, shrunk: int = 1) -> Tensor:
-        """``[pictures, 3, height, width]`` from 0 to 1; videos have frames before the height.
+    def pictures(self, patched: ModelPatcher, steps: int | None = None) -> Tensor:
+        """What a model paints for all seeds, in the judge's number of steps unless told another.
 
-        Args:
-            patched: the model.
-            steps: number of steps, None for that of the judge.
-            shrunk: what to divide the sides by before the picture is scaled up. The noise is that
-                of the full size, averaged.
+        Returns:
+            ``[pictures, 3, height, width]`` from 0 to 1; videos have frames before the height.
         """
-        painted = [self.latent(patched, seed, steps, shrunk) for seed in range(self.seeds)]
-        pictures = self.decode(torch.cat(painted))
-        if shrunk > 1:
-            pictures = F.interpolate(pictures, scale_factor=shrunk, mode="bicubic").clamp(0, 1)
-        return pictures
+        painted = [self.latent(patched, seed, steps) for seed in range(self.seeds)]
+        return self.decode(torch.cat(painted))
 
     def latent(
         self, patched: ModelPatcher, seed: int, steps: int | None = None, shrunk: int = 1
     ) -> Tensor:
-        """The latent of the pictures of a seed; see :meth:`pictures`."""
+        """The latent of the pictures of a seed, with its sides divided by ``shrunk``.
+
+        The noise of a smaller latent is the noise of the full size, averaged.
+        """
         empty, prompts, others = self.batch(seed)
         noise = comfy.sample.prepare_noise(empty, seed)
         if shrunk > 1:
@@ -100,22 +97,12 @@ class Judge:
         ``flicker`` is the error of the changes from frame to frame over that of the frames: the
         root of 2 for noise that is new in each frame, 0 for a steady difference.
         """
-        ours, plain = _frames(pictures), _frames(self.expected)
-        pairs = [
-            (one.permute(1, 2, 0).numpy(), other.permute(1, 2, 0).numpy())
-            for one, other in zip(ours, plain, strict=True)
-        ]
+        frames = [_frames(each).numpy() for each in (self.expected, pictures)]
         figures = {
             "error": rms(pictures - self.expected),
-            "psnr": statistics.mean(
-                float(peak_signal_noise_ratio(other, one, data_range=1))
-                if np.abs(other - one).max() > 1e-4
-                else MOST_PSNR
-                for one, other in pairs
-            ),
             "ssim": statistics.mean(
-                float(structural_similarity(other, one, channel_axis=2, data_range=1))
-                for one, other in pairs
+                float(structural_similarity(*pair, channel_axis=0, data_range=1))
+                for pair in zip(*frames, strict=True)
             ),
         }
         if pictures.ndim == 5 and figures["error"] > 0:
@@ -141,15 +128,12 @@ class PictureJudge(Judge):
         photos: int = len(denoiser.NAMES),
         sampler: str = "dpmpp_2m",
         trial: Layout | None = None,
-        many: bool = True,
     ):
         """With ``trial``, its model paints, and there are at most as many photos as it knows."""
-        self.is_compared_with_many = many
         self.photos = photos if trial is None else min(photos, len(PHOTOS))
         self.crops = denoiser.held_out_crops(self.photos * seeds)
-        self.sampler = sampler
         self._side = denoiser.SIDE * (1 if trial is None else trial.scale)
-        super().__init__((trial or denoiser).load(), steps, guidance, seeds)
+        super().__init__((trial or denoiser).load(), steps, guidance, seeds, sampler)
 
     def batch(self, seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """A crop of each photo."""
@@ -159,7 +143,8 @@ class PictureJudge(Judge):
         return torch.zeros(count, 3, self._side, self._side), prompts, {"crops": crops}
 
     def figures(self, pictures: Tensor) -> dict[str, float]:
-        pairs = (_to_lpips(pictures), _to_lpips(self.expected))
+        # Pixels from -1 to 1.
+        pairs = [2 * each - 1 for each in (pictures, self.expected)]
         with torch.no_grad():
             return {**super().figures(pictures), "lpips": float(_lpips()(*pairs).mean())}
 
@@ -178,7 +163,7 @@ class HighResolutionJudge(PictureJudge):
         trial: Layout | None = None,
     ):
         """``photo`` is that of the first seed; see :data:`benchmarks.fidelity.denoiser.NAMES`."""
-        super().__init__(steps, guidance, seeds, sampler=sampler, trial=trial, many=False)
+        super().__init__(steps, guidance, seeds, sampler=sampler, trial=trial)
         self.denoise = denoise
         first = PictureJudge(12, guidance, photos=photo + seeds, trial=trial)
         self.crops = self.crops[photo:]
@@ -200,11 +185,6 @@ def _lpips() -> Callable[[Tensor, Tensor], Tensor]:
         net="alex", variant="shift_tolerant", verbose=False
     )
     return made
-
-
-def _to_lpips(pictures: Tensor) -> Tensor:
-    """Pixels from -1 to 1."""
-    return pictures * 2 - 1
 
 
 def _frames(pictures: Tensor) -> Tensor:
