@@ -12,7 +12,7 @@ from comfy.patcher_extension import WrapperExecutor, WrappersMP
 from comfy_extras.nodes_easycache import EasyCacheNode, LazyCacheNode
 from torch import Tensor
 
-from benchmarks.speed.methods import Patch, node
+from benchmarks.patches import Patch, node
 
 DAMPING = 0.7
 """The share of the change that a forecast takes over."""

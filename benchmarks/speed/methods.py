@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from benchmarks.lossless import lossless
+from benchmarks.patches import Patch, node
 from tome_nodes.comfyui.attachment import attach
 from tome_nodes.ops import TORCH, Operations
 from tome_nodes.patching.engine import MakeStrategy
@@ -26,9 +27,6 @@ from tome_nodes.strategies import make_strategy
 from tome_nodes.strategies.plan import Grid, Plan
 from tome_nodes.strategies.strategy import Strategy
 
-Patch = Callable[[ModelPatcher], ModelPatcher]
-"""Makes a patched clone of a model."""
-
 ALWAYS: dict[str, Any] = {"min_tokens": 1}
 """Settings that merge maps of any size."""
 
@@ -37,11 +35,6 @@ AS_GIVEN: dict[str, Any] = {**ALWAYS, "grows": False}
 
 ONCE: dict[str, Any] = {"proportional_attn": False}
 """Settings under which a merged key counts once, as others published it."""
-
-
-def node(kind: Any, **inputs: Any) -> Patch:
-    """What a node of ComfyUI does to a model, given the class of the node."""
-    return lambda model: kind.EXECUTE_NORMALIZED(model=model, **inputs)[0]
 
 
 class Method(NamedTuple):
