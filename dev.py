@@ -225,7 +225,7 @@ def _parser() -> argparse.ArgumentParser:
         bench,
         "measure all methods against the unpatched model; more arguments: --transformers, "
         "--quick, --model, --size, --minutes, --name; with --fidelity, how much everything that a "
-        "user could pick changes, and what it takes: --quick, --only, --steps, --names, --seeds; "
+        "user could pick changes, and what it takes: --quick, --only, --steps, --names; "
         "with --forecasts, whether forecasts change more than fewer steps: --quick, --only; "
         "with --picture, the picture of off and on: --model, --repeats; with "
         "--host-time, what merging adds before any kernel runs: --quick; with --train, train a "

@@ -1,7 +1,7 @@
 """Error against time of everything that a user could pick, as trained models judge it.
 
 python3 dev.py bench --fidelity [--quick] [--only pictures hires image few second video edit ...]
-    [--steps 20 16 12 8 4] [--names NAME ...] [--seeds 1]
+    [--steps 20 16 12 8 4] [--names NAME ...]
 
 With ``--quick``, only what the last line needs is measured, once, with one number of steps and one
 sampler, and nothing is kept. With the other arguments, the rows that they leave out stay as they
@@ -77,7 +77,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=page.JUDGES, default=trained)
     parser.add_argument("--steps", nargs="+", type=int, default=[20, 16, 12, 8, 4])
     parser.add_argument("--names", nargs="+", metavar="NAME", help="measure only these rows again")
-    parser.add_argument("--seeds", type=int, default=1, help="pictures of each prompt")
     return parser.parse_args()
 
 
@@ -106,7 +105,7 @@ def asked(arguments: argparse.Namespace) -> Iterator[tuple[str, int, Judge, Sequ
                 and (not arguments.quick or _is_quick(option))
             ]
             if picked and (arguments.quick or steps in arguments.steps):
-                yield name, steps, bench.make(steps, seeds=arguments.seeds), picked
+                yield name, steps, bench.make(steps), picked
 
 
 def _is_quick(option: Option) -> bool:

@@ -25,7 +25,7 @@ class FlowJudge(Judge):
     prompts: Tensor
     empty: Tensor
 
-    def batch(self, seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    def batch(self) -> tuple[Tensor, Tensor, dict[str, Any]]:
         return self.empty, self.prompts, {}
 
 
@@ -33,7 +33,7 @@ class SceneJudge(FlowJudge):
     """The judge whose model is the Flux of :mod:`benchmarks.fidelity.scene_transformer`.
 
     Args:
-        pictures: how many it paints for each seed, at most four.
+        pictures: how many it paints, at most four.
         weights: the file with the weights of the model.
         others: as of :class:`Judge`.
     """
@@ -60,14 +60,11 @@ class SecondPassJudge(SceneJudge):
 
     denoise = 0.5
 
-    def __init__(self, steps: int, seeds: int = 1):
-        first = SceneJudge(steps, seeds=seeds)
-        small = [first.latent(first.model, seed, shrunk=2) for seed in range(seeds)]
-        self._begin = [F.interpolate(each, scale_factor=2.0, mode="bicubic") for each in small]
-        super().__init__(steps, seeds=seeds)
-
-    def batch(self, seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        return self._begin[seed], self.prompts, {}
+    def __init__(self, steps: int):
+        first = SceneJudge(steps)
+        small = first.latent(first.model, shrunk=2)
+        super().__init__(steps)
+        self.empty = F.interpolate(small, scale_factor=2.0, mode="bicubic")
 
 
 class EditJudge(FlowJudge):
@@ -76,16 +73,16 @@ class EditJudge(FlowJudge):
     # As in Qwen-Image-Edit with a picture and two references of 1328x1328.
     attention = attention_share(3 * 83**2, width=3072, linear=12)
 
-    def __init__(self, steps: int, seeds: int = 1):
+    def __init__(self, steps: int):
         held_out = scene_transformer.held_out
         self.references = [held_out(name) / 256 for name in ("leaves", "colours")]
         self.prompts = held_out("edit_prompts")
         self.empty = torch.zeros_like(self.references[0])
         side = scene_transformer.LATENT_SIDE // scene_transformer.PATCH
         self.tokens = (1 + len(self.references)) * side**2 + self.prompts.shape[1]
-        super().__init__(scene_transformer.load_editor(), steps, guidance=1.0, seeds=seeds)
+        super().__init__(scene_transformer.load_editor(), steps, guidance=1.0)
 
-    def batch(self, seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    def batch(self) -> tuple[Tensor, Tensor, dict[str, Any]]:
         return self.empty, self.prompts, {"reference_latents": self.references}
 
 
@@ -109,7 +106,7 @@ class Bench:
     """A judge, and what it is asked.
 
     Attributes:
-        make: makes the judge from a number of steps and a number of ``seeds``.
+        make: makes the judge from a number of steps.
         options: gives the options in place of a run of that many steps.
         steps: the numbers of steps; ``--quick`` uses the first.
     """

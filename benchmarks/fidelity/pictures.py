@@ -1,4 +1,4 @@
-"""Judges of pictures: a trained model paints the same seeds with and without merging."""
+"""Judges of pictures: a trained model paints the same noise with and without merging."""
 
 import statistics
 from collections.abc import Callable
@@ -35,43 +35,34 @@ class Judge:
     denoise = 1.0
 
     def __init__(
-        self,
-        model: ModelPatcher,
-        steps: int,
-        guidance: float = 3.0,
-        seeds: int = 1,
-        sampler: str = "euler",
+        self, model: ModelPatcher, steps: int, guidance: float = 3.0, sampler: str = "euler"
     ):
-        self.model, self.steps, self.guidance = model, steps, guidance
-        self.seeds, self.sampler = seeds, sampler
+        self.model, self.steps, self.guidance, self.sampler = model, steps, guidance, sampler
 
     @cached_property
     def expected(self) -> Tensor:
         """The pictures of the plain model."""
         return self.pictures(self.model)
 
-    def batch(self, seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    def batch(self) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """What a batch of pictures starts from, its prompts, and its other conditions."""
         raise NotImplementedError
 
     def pictures(self, patched: ModelPatcher, steps: int | None = None) -> Tensor:
-        """What a model paints for all seeds, in the judge's number of steps unless told another.
+        """What a model paints, in the judge's number of steps unless told another.
 
         Returns:
             ``[pictures, 3, height, width]`` from 0 to 1; videos have frames before the height.
         """
-        painted = [self.latent(patched, seed, steps) for seed in range(self.seeds)]
-        return self.decode(torch.cat(painted))
+        return self.decode(self.latent(patched, steps))
 
-    def latent(
-        self, patched: ModelPatcher, seed: int, steps: int | None = None, shrunk: int = 1
-    ) -> Tensor:
-        """The latent of the pictures of a seed, with its sides divided by ``shrunk``.
+    def latent(self, patched: ModelPatcher, steps: int | None = None, shrunk: int = 1) -> Tensor:
+        """The latent of the pictures, with its sides divided by ``shrunk``.
 
         The noise of a smaller latent is the noise of the full size, averaged.
         """
-        empty, prompts, others = self.batch(seed)
-        noise = comfy.sample.prepare_noise(empty, seed)
+        empty, prompts, others = self.batch()
+        noise = comfy.sample.prepare_noise(empty, 0)
         if shrunk > 1:
             # The mean of n independent numbers has a deviation smaller by the root of n.
             noise = F.avg_pool2d(noise, shrunk) * shrunk
@@ -88,7 +79,7 @@ class Judge:
             empty,
             denoise=self.denoise,
             disable_pbar=True,
-            seed=seed,
+            seed=0,
         )
 
     def figures(self, pictures: Tensor) -> dict[str, float]:
@@ -124,23 +115,21 @@ class PictureJudge(Judge):
         self,
         steps: int,
         guidance: float = 2.0,
-        seeds: int = 1,
         photos: int = len(denoiser.NAMES),
         sampler: str = "dpmpp_2m",
         trial: Layout | None = None,
     ):
         """With ``trial``, its model paints, and there are at most as many photos as it knows."""
         self.photos = photos if trial is None else min(photos, len(PHOTOS))
-        self.crops = denoiser.held_out_crops(self.photos * seeds)
+        self.crops = denoiser.held_out_crops(self.photos)
         self._side = denoiser.SIDE * (1 if trial is None else trial.scale)
-        super().__init__((trial or denoiser).load(), steps, guidance, seeds, sampler)
+        super().__init__((trial or denoiser).load(), steps, guidance, sampler)
 
-    def batch(self, seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    def batch(self) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """A crop of each photo."""
-        count = self.photos
-        crops = self.crops[seed * count : (seed + 1) * count]
-        prompts = torch.stack([denoiser.prompt(crop.photo) for crop in crops])
-        return torch.zeros(count, 3, self._side, self._side), prompts, {"crops": crops}
+        prompts = torch.stack([denoiser.prompt(crop.photo) for crop in self.crops])
+        empty = torch.zeros(self.photos, 3, self._side, self._side)
+        return empty, prompts, {"crops": self.crops}
 
     def figures(self, pictures: Tensor) -> dict[str, float]:
         # Pixels from -1 to 1.
@@ -156,25 +145,22 @@ class HighResolutionJudge(PictureJudge):
         self,
         steps: int,
         guidance: float = 3.0,
-        seeds: int = 1,
         photo: int = 0,
         sampler: str = "dpmpp_2m",
         denoise: float = 0.5,
         trial: Layout | None = None,
     ):
-        """``photo`` is that of the first seed; see :data:`benchmarks.fidelity.denoiser.NAMES`."""
-        super().__init__(steps, guidance, seeds, sampler=sampler, trial=trial)
+        """``photo`` is the index of a photo in :data:`benchmarks.fidelity.denoiser.NAMES`."""
+        super().__init__(steps, guidance, photo + 1, sampler, trial)
         self.denoise = denoise
-        first = PictureJudge(12, guidance, photos=photo + seeds, trial=trial)
-        self.crops = self.crops[photo:]
-        pictures = first.latent(first.model, 0)[photo : photo + seeds]
-        self._begin = F.interpolate(pictures, scale_factor=2.0, mode="bicubic")
+        first = PictureJudge(12, guidance, photo + 1, trial=trial)
+        picture = first.latent(first.model)[photo:]
+        self._begin = F.interpolate(picture, scale_factor=2.0, mode="bicubic")
 
-    def batch(self, seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """One picture; a photo of its own for each seed."""
-        crop = self.crops[seed]
-        begin = self._begin[seed : seed + 1]
-        return begin, denoiser.prompt(crop.photo)[None], {"crops": [crop]}
+    def batch(self) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """One picture, of the last photo."""
+        crop = self.crops[-1]
+        return self._begin, denoiser.prompt(crop.photo)[None], {"crops": [crop]}
 
 
 @cache

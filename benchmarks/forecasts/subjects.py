@@ -104,7 +104,7 @@ def _exact(tiny: Tiny, side: int, weight: str) -> Subject:
 def trained_flow() -> Subject:
     """The trained Flux, whose differences are those of pixels from 0 to 1."""
     judge = SceneJudge(steps=8, pictures=2)
-    empty, prompts, _ = judge.batch(0)
+    empty, prompts, _ = judge.batch()
     first, other = prompts.split(1)
     tokens = (LATENT_SIDE // PATCH) ** 2
     hint = torch.randn(1, tokens, FLUX["hidden_size"], generator=torch.Generator().manual_seed(7))

@@ -203,7 +203,7 @@ def test_a_judge_is_asked_what_the_command_line_says(monkeypatch):
         }
 
     for name, bench in judges.BENCHES.items():
-        quick = dataclasses.replace(bench, make=lambda steps, seeds: None)
+        quick = dataclasses.replace(bench, make=lambda steps: None)
         monkeypatch.setitem(judges.BENCHES, name, quick)
     assert list(judges.BENCHES) == list(page.JUDGES)
     assert asked("--only", "image", "--steps", "8", "--names", "6 steps", "forecast") == {
