@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent
 TESTS = ROOT / "tests"
 GRACE_SECONDS = 15
 
-# The tiny models of the tests are those of the demo, too.
+# The demo runs tiny models of the tests.
 sys.path.append(str(TESTS))
 
 # The whole suite runs in two processes; all tests that need the server share one of them.
@@ -248,7 +248,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "compatibility",
         check,
-        "run beside each of some fifty other nodes, and write the table of what comes of it",
+        "run beside each of some fifty other nodes, and write a table of the results",
     )
     add(
         "generate",

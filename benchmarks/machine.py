@@ -14,7 +14,7 @@ def origin(device: str, command: str) -> dict[str, Any]:
     """What each file of results begins with.
 
     Args:
-        device: that of the measurement.
+        device: what was measured, ``cpu`` or ``cuda``.
         command: what chose it, such as ``bench --picture``; further arguments are added.
     """
     processor = platform.processor() or platform.machine()

@@ -62,8 +62,8 @@ def main() -> None:
         "Multiplications at `ratio` 0.6, unpatched: 1. Attention to the text and the cost of "
         f"merging are left out. Where less than {LEAST_SAVED:.0%} would be saved, nothing merges. "
         "First of "
-        "one evaluation; then of whole runs under dpmpp_2m and karras, in which some steps are "
-        "forecast: 20 steps from noise, and a second pass of 8 steps at `denoise` 0.5 whose "
+        "one evaluation; then of whole runs under dpmpp_2m and karras, which forecast some steps: "
+        "20 steps from noise, and a second pass of 8 steps at `denoise` 0.5 whose "
         "picture is there from the start.",
         table,
         "![Tokens that stay, by the side of the map](kept-tokens.webp)",
@@ -100,7 +100,7 @@ def _row(name: str, network: nn.Module, side: int) -> list[str]:
 
 
 def steps_run(count: int, is_second: bool = False) -> int:
-    """The steps of a run in which the model runs, under dpmpp_2m and karras.
+    """How many steps of a run the model runs, under dpmpp_2m and karras.
 
     Args:
         count: the number of steps.

@@ -22,7 +22,7 @@ DEFAULT_WORKFLOW = ROOT / "workflows" / "api" / "tome_hires_fix.json"
 # What a CPU can run in a few minutes. The size stays, as larger pictures merge more.
 CPU_STEPS = 1
 
-# SD 1.5 has the real architecture and size, so its times are those of a real checkpoint. SDXL is
+# SD 1.5 has the real architecture and size, so it takes as long as a real checkpoint. SDXL is
 # smaller than the real one, which would need 16 GB of memory.
 CHECKPOINTS: dict[str, dict[str, Any]] = {"sd15": {"levels": 4, "full_width": True}, "sdxl": {}}
 

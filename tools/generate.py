@@ -5,7 +5,7 @@
 
 Both write `locales/en/nodeDefs.json`, and the text between the markers of `web/docs/*.md`, from
 `tome_nodes/comfyui/node_texts.py`. Other languages need a translator. The second also records that
-all texts of a language are translations of the current English ones; until then, a test lists the
+all texts of a language are translations of the current English ones; until then, both list the
 outdated. Standard library only.
 """
 
@@ -217,7 +217,7 @@ def _figures() -> dict[str, dict[str | int, tuple[str, str]]]:
 
 
 def _judged_as(preset: str, model: str) -> str:
-    """The preset that was judged in place of one: in a transformer, those that forecast are one."""
+    """The preset that was judged in its place: in a transformer, all that forecast are alike."""
     is_one = model != "UNet" and PRESETS[preset].options.get("forecast")
     return "fast" if is_one else preset
 

@@ -42,9 +42,9 @@ class Option:
 
     Attributes:
         name: its name in tables.
-        kind: one of those of :mod:`benchmarks.fidelity.page`.
+        kind: one of :data:`benchmarks.fidelity.page.COLOURS`.
         patch: makes the patched clone of a model.
-        steps: number of steps; None for that of the plain run.
+        steps: number of steps; None for as many as the plain run has.
         keys: the share of keys and values that the attention of a transformer keeps.
     """
 
@@ -124,7 +124,7 @@ def _without_merging(steps: int) -> list[Option]:
 
 
 def _fewer(steps: int, picked: slice = slice(None)) -> list[Option]:
-    """Fewer steps, those of :data:`FEWER` that are picked."""
+    """Runs of fewer steps, as :data:`FEWER` has them."""
     return [Option(f"{fewer} steps", page.STEPS, steps=fewer) for fewer in FEWER[steps][picked]]
 
 

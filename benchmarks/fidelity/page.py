@@ -33,9 +33,9 @@ JUDGES = {
     "hires_strong": "The same, denoise 0.7, guidance 3, sampled by dpmpp_2m_sde",
     "hires_strong_7": "The same, denoise 0.7, guidance 7, sampled by dpmpp_2m_sde",
     "trial_sdxl": "Pictures of a UNet with SDXL's layout",
-    "trial_sdxl_second": "Second passes of it",
+    "trial_sdxl_second": "Second passes of the same UNet",
     "trial_sd15": "Pictures of a UNet with SD 1.5's layout",
-    "trial_sd15_second": "Second passes of it at 128x128 tokens",
+    "trial_sd15_second": "Second passes of the same UNet at 128x128 tokens",
     "image": "Pictures of a transformer, with guidance",
     "few": "The same distilled to four steps, without guidance",
     "few_multistep": "The distilled transformer, sampled by res_multistep",
@@ -306,7 +306,7 @@ def _over_tomesd(rows: Rows) -> float | None:
 
 
 def best_share(rows: Rows, kind: str) -> float | None:
-    """Error of our best preset over that of rivals in the same time; None without rivals."""
+    """Error of our best preset over the rivals' error in the same time; None without rivals."""
     rivals = [*points(rows, (kind,)).values()]
     shares = [
         error / other

@@ -21,8 +21,8 @@ class Judge:
 
     Attributes:
         model: the plain model.
-        tokens: those of a picture, and of its prompt where that is in the same attention. None for
-            a UNet, of which only a part merges.
+        tokens: how many a picture has, with its prompt where that is in the same attention. None
+            for a UNet, where only a part merges.
         attention: the share of attention in the work of a block, in a model that people use.
         denoise: the share of a schedule that is sampled; less than 1 starts from a picture.
         decode: turns what the model paints into pixels from 0 to 1.
@@ -85,8 +85,8 @@ class Judge:
     def figures(self, pictures: Tensor) -> dict[str, float]:
         """How much pictures differ from the expected ones, and for videos how much they flicker.
 
-        ``flicker`` is the error of the changes from frame to frame over that of the frames: the
-        root of 2 for noise that is new in each frame, 0 for a steady difference.
+        ``flicker`` is the error of the changes from frame to frame over the error of the frames:
+        the root of 2 for noise that is new in each frame, 0 for a steady difference.
         """
         frames = [_frames(each).numpy() for each in (self.expected, pictures)]
         figures = {

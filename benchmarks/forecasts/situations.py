@@ -1,4 +1,4 @@
-"""The situations in which a run may be: other nodes, prompts, passes and samplers.
+"""The situations of a run: other nodes, prompts, passes and samplers.
 
 All nodes are ComfyUI's own. Where it has none, the few lines here do what is meant.
 """
@@ -218,7 +218,7 @@ def _skipping(start: float, end: float) -> Situation:
 
 
 def _adapter(start: float, end: float, can_be_read: bool = True) -> Situation:
-    """More tokens for attention to text in a range of steps, as IP-Adapter adds those of a picture.
+    """More tokens for attention to text in a range of steps, as IP-Adapter adds a picture's.
 
     ``can_be_read`` tells whether the function keeps the noise levels at which the range begins and
     ends, as nodes of the kind do.
@@ -236,7 +236,7 @@ def _adapter(start: float, end: float, can_be_read: bool = True) -> Situation:
 
 
 class _Adapter:
-    """Adds the same tokens to those of each prompt, between two noise levels."""
+    """Adds the same tokens to each prompt, between two noise levels."""
 
     def __init__(self, levels: Any):
         self.levels = levels

@@ -28,7 +28,7 @@ class Subject:
 
     Attributes:
         model: the plain model.
-        shape: that of its latents.
+        shape: of its latents.
         picture: a latent to begin with, if a run begins with a picture.
         positive, negative, other: three prompts.
         short: the negative prompt in fewer tokens, so that it cannot share a call with the others.
@@ -102,7 +102,7 @@ def _exact(tiny: Tiny, side: int, weight: str) -> Subject:
 
 
 def trained_flow() -> Subject:
-    """The trained Flux, whose differences are those of pixels from 0 to 1."""
+    """The trained Flux; differences are of pixels from 0 to 1."""
     judge = SceneJudge(steps=8, pictures=2)
     empty, prompts, _ = judge.batch()
     first, other = prompts.split(1)
@@ -128,7 +128,7 @@ _UNET_PHOTOS = (0, 1, 3, 4)
 
 
 def trained_unet() -> Subject:
-    """The trained UNet: four pictures at a time, whose differences are those of pixels.
+    """The trained UNet, which paints four pictures at a time; differences are of pixels.
 
     Their side is half of what it was trained on, which takes a seventh of the time.
     """

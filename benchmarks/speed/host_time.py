@@ -79,7 +79,7 @@ class _Compared(Subject):
 
     Attributes:
         plain: two for each step, the seconds of the unpatched evaluations.
-        added: two for each step, the seconds of the patched evaluation minus those of each
+        added: two for each step, the seconds of the patched evaluation minus the seconds of each
             unpatched one. Only this thread is timed.
     """
 

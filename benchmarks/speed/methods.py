@@ -69,7 +69,7 @@ def on_host(
 
 
 def cudnn_first(method: Method) -> Method:
-    """A method with an order of PyTorch's attentions in which cuDNN's comes first, on a GPU.
+    """A method where PyTorch tries cuDNN's attention first, on a GPU.
 
     The host asks for flash attention first, which takes twice as long on some cards.
     """
