@@ -101,17 +101,14 @@ def _checkpoint(chosen: Path | None, graph: workflow.Graph) -> Path:
     """The chosen checkpoint, or else a generated one that fits the graph."""
     if chosen is not None:
         return chosen.resolve()
-    ours = {
-        family: FOLDER / "models" / "checkpoints" / f"tome_demo_{family}.ckpt"
-        for family in CHECKPOINTS
-    }
-    for family, file in ours.items():
-        if not file.exists():
-            from models.checkpoints import write_checkpoint
+    is_sdxl = any("xl" in name.lower() for name in workflow.checkpoint_names(graph))
+    family = "sdxl" if is_sdxl else "sd15"
+    file = FOLDER / "models" / "checkpoints" / f"tome_demo_{family}.ckpt"
+    if not file.exists():
+        from models.checkpoints import write_checkpoint
 
-            write_checkpoint(file, family, **CHECKPOINTS[family])
-    wants_sdxl = any("xl" in name.lower() for name in workflow.checkpoint_names(graph))
-    return ours["sdxl" if wants_sdxl else "sd15"]
+        write_checkpoint(file, family, **CHECKPOINTS[family])
+    return file
 
 
 def _model_folder(checkpoint: Path) -> list[str]:

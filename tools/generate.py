@@ -198,22 +198,17 @@ def _choices(option: Option) -> str:
     return f"{choices}\n\n{table(('', *names), rows)}\n\n{FIGURES}"
 
 
-def _figures() -> dict[str, dict[str | int, tuple[str, str]]]:
+def _figures() -> dict[str, dict[str, tuple[str, str]]]:
     """The time and change of pictures for each preset measured at the default ratio, by model."""
     result = json.loads(FIDELITY.read_text(encoding="utf-8"))
-    judged = {
-        model: (result.get(judge, {}).get(steps, {}), paper)
-        for model, (judge, steps, paper) in JUDGED.items()
-    }
-    figures: dict[str, dict[str | int, tuple[str, str]]] = {
-        model: {
-            name: (f"{row['time']:.2f}", f"{row['error'] / rows[paper]['error']:.2f}")
-            for name in PRESETS
-            if (row := rows.get(f"{_judged_as(name, model)} {RATIO:g}")) is not None
-        }
-        for model, (rows, paper) in judged.items()
-    }
-    return {model: measured for model, measured in figures.items() if measured}
+    figures: dict[str, dict[str, tuple[str, str]]] = {}
+    for model, (judge, steps, paper) in JUDGED.items():
+        rows = result.get(judge, {}).get(steps, {})
+        for name in PRESETS:
+            if row := rows.get(f"{_judged_as(name, model)} {RATIO:g}"):
+                change = row["error"] / rows[paper]["error"]
+                figures.setdefault(model, {})[name] = f"{row['time']:.2f}", f"{change:.2f}"
+    return figures
 
 
 def _judged_as(preset: str, model: str) -> str:
