@@ -18,8 +18,7 @@ from matplotlib import pyplot as plt  # noqa: E402
 from models.checkpoints import unet_of  # noqa: E402
 from torch import nn  # noqa: E402
 
-from benchmarks import webp  # noqa: E402
-from benchmarks.speed.figures import grid, joined  # noqa: E402
+from benchmarks.speed.figures import WEBP, grid, joined  # noqa: E402
 from tome_nodes.comfyui.models.unet import UNET  # noqa: E402
 from tome_nodes.forecasting.samplers import SAMPLERS  # noqa: E402
 from tome_nodes.forecasting.steps import is_even, log_snrs, steps_that_run  # noqa: E402
@@ -145,7 +144,7 @@ def plot() -> None:
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     figure.tight_layout()
-    webp.save_figure(figure, RESULTS / "kept-tokens.webp", 110)
+    figure.savefig(RESULTS / "kept-tokens.webp", dpi=110, pil_kwargs=WEBP)
     plt.close(figure)
 
 

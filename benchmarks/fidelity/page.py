@@ -11,8 +11,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 from torch import Tensor
 
-from benchmarks import webp
-from benchmarks.speed.figures import grid, joined
+from benchmarks.speed.figures import WEBP, grid, joined
 
 matplotlib.use("agg")
 from matplotlib import pyplot as plt
@@ -192,7 +191,7 @@ def sheet(pictures: Mapping[str, Tensor], path: Path) -> None:
             pixels = (picture.permute(1, 2, 0).numpy() * 255).round().astype(np.uint8)
             tile = Image.fromarray(pixels).resize((side, side), Image.Resampling.NEAREST)
             drawn.paste(tile, (label + column * side, row * side))
-    webp.save(drawn, path)
+    drawn.save(path, **WEBP)
 
 
 def plot(shown_in: Mapping[str, Rows], path: Path) -> None:
@@ -217,7 +216,7 @@ def plot(shown_in: Mapping[str, Rows], path: Path) -> None:
     figure.tight_layout()
     for axis, rows in zip(axes, shown_in.values(), strict=True):
         label(axis, points(rows))
-    webp.save_figure(figure, path, dpi=110)
+    figure.savefig(path, dpi=110, pil_kwargs=WEBP)
     plt.close(figure)
 
 

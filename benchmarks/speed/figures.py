@@ -10,6 +10,9 @@ from typing import Any
 Run = Mapping[str, Any]
 """The comparison of one model at one size and batch."""
 
+WEBP: dict[str, Any] = {"quality": 75, "method": 6}
+"""How pictures are saved, so that they are small enough for a repository."""
+
 WORTH_SAVING = 0.05
 """If the ideal saves a smaller share of the time, efficiency is mostly noise."""
 
