@@ -48,7 +48,6 @@ LEAST_NOISE, MOST_NOISE = 0.0292, 14.6146
 
 
 def main() -> None:
-    """Write the table and the plot."""
     table = grid(
         [
             *("model, size", "tokens of the levels", "balanced", "fast"),

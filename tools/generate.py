@@ -224,7 +224,6 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line."""
     parser = argparse.ArgumentParser(prog="dev.py generate", description=__doc__)
     languages = sorted(folder.name for folder in LOCALES.iterdir() if folder.name != "en")
     parser.add_argument("--translated", nargs="+", choices=languages, default=[], metavar="LANG")

@@ -58,23 +58,17 @@ FLOW, UNET, TRAINED_FLOW, TRAINED_UNET = "flow", "UNet", "trained flow", "traine
 @cache
 def of_name(name: str, is_video: bool = False) -> Subject:
     """A subject by its name; videos are of a flow."""
-    made = {UNET: unet_pictures, TRAINED_FLOW: trained_flow, TRAINED_UNET: trained_unet}
-    return made.get(name, videos if is_video else pictures)()
-
-
-def pictures() -> Subject:
-    """Pictures of a tiny Flux."""
+    if name == TRAINED_FLOW:
+        return trained_flow()
+    if name == TRAINED_UNET:
+        return trained_unet()
+    if name == UNET:
+        # Too small to merge.
+        return _exact(UNETS["sdxl"], 16, "time_embed.0.weight")
+    if is_video:
+        # Long enough for context windows.
+        return _exact(replace(TINY["wan21"], frames=24), 4, "blocks.0.self_attn.q.weight")
     return _exact(TINY["flux"], 16, "double_blocks.0.img_attn.qkv.weight")
-
-
-def videos() -> Subject:
-    """Videos of a tiny Wan, long enough for context windows."""
-    return _exact(replace(TINY["wan21"], frames=24), 4, "blocks.0.self_attn.q.weight")
-
-
-def unet_pictures() -> Subject:
-    """Pictures of a tiny SDXL, too small to merge."""
-    return _exact(UNETS["sdxl"], 16, "time_embed.0.weight")
 
 
 def _exact(tiny: Tiny, side: int, weight: str) -> Subject:

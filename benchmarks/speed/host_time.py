@@ -84,7 +84,6 @@ class _Compared(Subject):
     """
 
     def compare(self, patched: ModelPatcher) -> None:
-        """Sample with a patched model."""
         self.plain: list[float] = []
         self.added: list[float] = []
         self.run(patched, *[nullcontext()] * STEPS)
@@ -319,7 +318,6 @@ def table(results: Mapping[str, Mapping[str, Figures]]) -> str:
 
 
 def main() -> int:
-    """Run the command line."""
     parser = argparse.ArgumentParser(prog="dev.py bench --host-time", description=__doc__)
     parser.add_argument(
         "--quick", action="store_true", help="only SD 1.5 in one round, keep nothing"

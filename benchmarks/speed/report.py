@@ -15,7 +15,6 @@ Result = Mapping[str, Any]
 
 
 def main() -> int:
-    """Run the command line."""
     parser = argparse.ArgumentParser(prog="dev.py bench --report", description=__doc__)
     parser.add_argument(
         "folder", nargs="?", type=Path, default=RESULTS, help="of gpu-2.json to gpu-4.json"

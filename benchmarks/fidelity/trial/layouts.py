@@ -55,7 +55,6 @@ class Layout:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The UNet."""
         return {**denoiser.UNET, **self.unet}
 
     def load(self) -> ModelPatcher:
