@@ -10,18 +10,30 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
+from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
 TESTS = ROOT / "tests"
 GRACE_SECONDS = 15
 
-# The tiny models of the tests are those of the demo, too.
+# The demo runs tiny models of the tests.
 sys.path.append(str(TESTS))
 
 # The whole suite runs in two processes; all tests that need the server share one of them.
 SIDE_BY_SIDE = ("-n", "2", "--dist", "loadgroup")
+
+BENCHES = {
+    "--fidelity": "benchmarks.fidelity",
+    "--forecasts": "benchmarks.forecasts",
+    "--picture": "benchmarks.fidelity.off_and_on",
+    "--host-time": "benchmarks.speed.host_time",
+    "--report": "benchmarks.speed.report",
+    "--train": "benchmarks.fidelity.trial",
+    "--work": "benchmarks.work",
+}
+"""The modules of ``bench``, by the option that chooses them."""
 
 EPILOG = """\
 The first demo, test, bench, gpu, soak or compatibility makes .venv, with pinned packages and a real
@@ -50,27 +62,8 @@ def main() -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if version := getattr(arguments, "comfyui", None):
         os.environ["COMFYUI_PATH"] = str(environment.pinned_comfyui(version))
-    torch = getattr(arguments, "torch", environment.NEWEST_TORCH)
     try:
-        if arguments.command == "demo":
-            return demo(arguments)
-        if arguments.command == "bench":
-            return bench(torch, rest)
-        if arguments.command == "gpu":
-            return gpu(torch, rest)
-        if arguments.command in ("soak", "compatibility"):
-            return check(torch, arguments.command, rest)
-        if arguments.command == "generate":
-            from tools import generate
-
-            generate.main(rest)
-            return 0
-        if arguments.command == "publish":
-            from tools import publish
-
-            publish.main(rest)
-            return 0
-        return test(torch, rest) if arguments.command == "test" else lint()
+        return arguments.run(arguments, rest)
     except ToolError as error:
         print(f"\nError: {error}", file=sys.stderr)
         return 1
@@ -78,7 +71,7 @@ def main() -> int:
         return 128 + signal.SIGINT
 
 
-def demo(arguments: argparse.Namespace) -> int:
+def demo(arguments: argparse.Namespace, _: list[str]) -> int:
     """Run a workflow with ToMe off and on, and compare times and images."""
     from tools import demo, environment
 
@@ -91,7 +84,7 @@ def demo(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def test(torch: str, pytest_arguments: list[str]) -> int:
+def test(arguments: argparse.Namespace, pytest_arguments: list[str]) -> int:
     """Run the tests."""
     from tools import browser, environment, lanes
 
@@ -102,67 +95,59 @@ def test(torch: str, pytest_arguments: list[str]) -> int:
         # One core for each process.
         settings["OMP_NUM_THREADS"] = "1"
     needs_comfyui = lanes.needs_comfyui(pytest_arguments)
-    python = (environment.prepare if needs_comfyui else environment.prepare_light)(torch)
+    python = (environment.prepare if needs_comfyui else environment.prepare_light)(arguments.torch)
     if lanes.needs_browser(pytest_arguments):
         browser.ensure_browser(python)
         environment.bring_newest_front_end()
     return _call(python, "-m", "pytest", *pytest_arguments, folder=ROOT, settings=settings)
 
 
-def bench(torch: str, arguments: list[str]) -> int:
+def bench(arguments: argparse.Namespace, rest: list[str]) -> int:
     """Measure what merging costs and saves."""
     from tools import environment
 
-    parser = argparse.ArgumentParser(prog="dev.py bench", add_help=False, allow_abbrev=False)
-    others = {
-        "fidelity": "benchmarks.fidelity",
-        "forecasts": "benchmarks.forecasts",
-        "picture": "benchmarks.fidelity.off_and_on",
-        "host-time": "benchmarks.speed.host_time",
-        "report": "benchmarks.speed.report",
-        "train": "benchmarks.fidelity.trial",
-        "work": "benchmarks.work",
-    }
-    for name in others:
-        parser.add_argument(f"--{name}", action="store_true")
-    chosen, rest = parser.parse_known_args(arguments)
-    asked = [others[name] for name in others if getattr(chosen, name.replace("-", "_"))]
-    module = [*asked, "benchmarks.speed"][0]
-    return _call(environment.prepare(torch), "-m", module, *rest, folder=ROOT)
+    modules = [BENCHES[option] for option in rest if option in BENCHES] or ["benchmarks.speed"]
+    others = [option for option in rest if option not in BENCHES]
+    python = environment.prepare(arguments.torch)
+    return _call(python, "-m", modules[0], *others, folder=ROOT)
 
 
-def gpu(torch: str, arguments: list[str]) -> int:
+def gpu(arguments: argparse.Namespace, rest: list[str]) -> int:
     """Test or measure on a GPU, or pack what a machine without a network needs for that."""
     from tools import carried, environment
 
     parser = argparse.ArgumentParser(prog="dev.py gpu", add_help=False, allow_abbrev=False)
     parser.add_argument("--carried", type=Path)
-    if arguments[:1] == ["pack"]:
-        parser.add_argument("--has", nargs="+", default=[])
-        chosen = parser.parse_args(arguments[1:])
+    parser.add_argument("--has", nargs="+", default=[])
+    chosen, others = parser.parse_known_args(rest)
+    if others == ["pack"]:
         environment.prepare()
-        carried.pack(chosen.carried or ROOT / "carried", torch, chosen.has)
+        carried.pack(chosen.carried or ROOT / "carried", arguments.torch, chosen.has)
         return 0
-    chosen, rest = parser.parse_known_args(arguments)
-    command = ("-m", "benchmarks.speed.gpu", *rest)
+    command = ("-m", "benchmarks.speed.gpu", *others)
     if chosen.carried is None:
-        return _call(environment.prepare(torch), *command, folder=ROOT)
+        return _call(environment.prepare(arguments.torch), *command, folder=ROOT)
     with tempfile.TemporaryDirectory() as scratch:
-        settings = carried.unpack(chosen.carried.resolve(), Path(scratch))
-        os.environ.update(settings)
+        os.environ.update(carried.unpack(chosen.carried.resolve(), Path(scratch)))
         return _call(sys.executable, *command, folder=ROOT)
 
 
-def check(torch: str, name: str, arguments: list[str]) -> int:
+def check(arguments: argparse.Namespace, rest: list[str]) -> int:
     """Run a test that is too long for the suite: ``soak`` or ``compatibility``."""
     from tools import environment
 
-    python = environment.prepare(torch)
+    python = environment.prepare(arguments.torch)
     settings = {"OMP_NUM_THREADS": "1"}
-    return _call(python, "-m", name, *arguments, folder=TESTS, settings=settings)
+    return _call(python, "-m", arguments.command, *rest, folder=TESTS, settings=settings)
 
 
-def lint() -> int:
+def tool(arguments: argparse.Namespace, rest: list[str]) -> int:
+    """Run the module of ``tools`` that has the name of its command."""
+    import_module(f"tools.{arguments.command}").main(rest)
+    return 0
+
+
+def lint(*_: object) -> int:
     """Check the code, its format and its types."""
     from tools import environment
 
@@ -172,23 +157,14 @@ def lint() -> int:
     return max(codes)
 
 
-def _version(text: str) -> str:
-    from tools.environment import RELEASES
+def _one_of(versions: Collection[str], otherwise: str = "") -> Callable[[str], str]:
+    def version(text: str) -> str:
+        if text not in versions:
+            allowed = ", ".join(versions)
+            raise argparse.ArgumentTypeError(f"{text!r} is not one of {allowed}{otherwise}")
+        return text
 
-    if text not in RELEASES:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not one of {', '.join(RELEASES)}; for any other, set COMFYUI_PATH to the "
-            "folder of a ComfyUI"
-        )
-    return text
-
-
-def _torch(text: str) -> str:
-    from tools.environment import TORCHES
-
-    if text not in TORCHES:
-        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(TORCHES)}")
-    return text
+    return version
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -201,7 +177,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def add(name: str, summary: str) -> argparse.ArgumentParser:
+    def add(name: str, run: Callable[..., int], summary: str) -> argparse.ArgumentParser:
         command = commands.add_parser(
             name,
             help=summary,
@@ -211,17 +187,20 @@ def _parser() -> argparse.ArgumentParser:
             # The start of an option may be one of pytest's, such as --co.
             allow_abbrev=False,
         )
+        command.set_defaults(run=run)
         if name not in ("generate", "lint", "publish"):
             command.add_argument(
                 "--comfyui",
-                type=_version,
+                type=_one_of(
+                    RELEASES, "; for any other, set COMFYUI_PATH to the folder of a ComfyUI"
+                ),
                 metavar="VERSION",
                 help=f"the ComfyUI to run on: {', '.join(RELEASES)} (default: COMFYUI_PATH, else "
                 f"{NEWEST})",
             )
             command.add_argument(
                 "--torch",
-                type=_torch,
+                type=_one_of(TORCHES),
                 default=NEWEST_TORCH,
                 metavar="VERSION",
                 help=f"the PyTorch to run on: {', '.join(TORCHES)} (default: {NEWEST_TORCH})",
@@ -229,18 +208,24 @@ def _parser() -> argparse.ArgumentParser:
         return command
 
     add_arguments(
-        add("demo", "run a workflow on a real ComfyUI with ToMe off and on, and compare the two")
+        add(
+            "demo",
+            demo,
+            "run a workflow on a real ComfyUI with ToMe off and on, and compare the two",
+        )
     )
     add(
         "test",
-        "run all tests, or those that more arguments select, such as tests/unit; on an earlier "
+        test,
+        "run all tests, or some, such as tests/unit, with all arguments of pytest; on an earlier "
         "ComfyUI, the tests that depend on it",
     )
     add(
         "bench",
+        bench,
         "measure all methods against the unpatched model; more arguments: --transformers, "
         "--quick, --model, --size, --minutes, --name; with --fidelity, how much everything that a "
-        "user could pick changes, and what it takes: --quick, --only, --steps, --names, --seeds; "
+        "user could pick changes, and what it takes: --quick, --only, --steps, --names; "
         "with --forecasts, whether forecasts change more than fewer steps: --quick, --only; "
         "with --picture, the picture of off and on: --model, --repeats; with "
         "--host-time, what merging adds before any kernel runs: --quick; with --train, train a "
@@ -249,26 +234,30 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "gpu",
+        gpu,
         "with 1 to 4, test or measure on a GPU within nine minutes, see benchmarks/GPU.md; more "
         "arguments: --dry, --minutes, --out, --carried; with pack, fill a folder for a machine "
         "without a network: --carried, --has",
     )
     add(
         "soak",
+        check,
         "do many random runs in one process, and see whether any fails or leaves anything behind; "
         "more arguments: --runs, --quick, --seed, --only",
     )
     add(
         "compatibility",
-        "run beside each of some fifty other nodes, and write the table of what comes of it",
+        check,
+        "run beside each of some fifty other nodes, and write a table of the results",
     )
     add(
         "generate",
+        tool,
         "write the English locale and the lists of the help pages from the options; with "
         "--translated and languages, note that their texts are of the present English ones",
     )
-    add("publish", "with --check, say what is still open before the pack can be published")
-    add("lint", "check the code and its format with ruff, and its types with mypy")
+    add("publish", tool, "with --check, say what is still open before the pack can be published")
+    add("lint", lint, "check the code and its format with ruff, and its types with mypy")
     return parser
 
 

@@ -14,7 +14,7 @@ def origin(device: str, command: str) -> dict[str, Any]:
     """What each file of results begins with.
 
     Args:
-        device: that of the measurement.
+        device: what was measured, ``cpu`` or ``cuda``.
         command: what chose it, such as ``bench --picture``; further arguments are added.
     """
     processor = platform.processor() or platform.machine()
@@ -23,19 +23,12 @@ def origin(device: str, command: str) -> dict[str, Any]:
             if line.startswith("model name"):
                 processor = line.partition(":")[2].strip()
                 break
-    accelerator = torch.cuda.get_device_name() if device == "cuda" else None
     threads = torch.get_num_threads()
-    machine = {
-        "description": accelerator
-        or f"{threads} thread{'s' * (threads > 1)} of an {processor}, no GPU",
-        "processor": processor,
-        "threads": threads,
-        "accelerator": accelerator,
-        "torch": torch.__version__,
-        "system": platform.system(),
-    }
+    description = f"{threads} thread{'s' * (threads > 1)} of an {processor}, no GPU"
+    if device == "cuda":
+        description = torch.cuda.get_device_name()
     return {
         "command": " ".join(["python3 dev.py", command, *sys.argv[1:]]),
         "date": date.today().isoformat(),
-        "machine": machine,
+        "machine": {"description": description, "torch": torch.__version__},
     }

@@ -18,8 +18,7 @@ from matplotlib import pyplot as plt  # noqa: E402
 from models.checkpoints import unet_of  # noqa: E402
 from torch import nn  # noqa: E402
 
-from benchmarks import webp  # noqa: E402
-from benchmarks.speed.figures import grid, joined  # noqa: E402
+from benchmarks.speed.figures import WEBP, grid, joined  # noqa: E402
 from tome_nodes.comfyui.models.unet import UNET  # noqa: E402
 from tome_nodes.forecasting.samplers import SAMPLERS  # noqa: E402
 from tome_nodes.forecasting.steps import is_even, log_snrs, steps_that_run  # noqa: E402
@@ -49,7 +48,6 @@ LEAST_NOISE, MOST_NOISE = 0.0292, 14.6146
 
 
 def main() -> None:
-    """Write the table and the plot."""
     table = grid(
         [
             *("model, size", "tokens of the levels", "balanced", "fast"),
@@ -62,8 +60,8 @@ def main() -> None:
         "Multiplications at `ratio` 0.6, unpatched: 1. Attention to the text and the cost of "
         f"merging are left out. Where less than {LEAST_SAVED:.0%} would be saved, nothing merges. "
         "First of "
-        "one evaluation; then of whole runs under dpmpp_2m and karras, in which some steps are "
-        "forecast: 20 steps from noise, and a second pass of 8 steps at `denoise` 0.5 whose "
+        "one evaluation; then of whole runs under dpmpp_2m and karras, which forecast some steps: "
+        "20 steps from noise, and a second pass of 8 steps at `denoise` 0.5 whose "
         "picture is there from the start.",
         table,
         "![Tokens that stay, by the side of the map](kept-tokens.webp)",
@@ -100,7 +98,7 @@ def _row(name: str, network: nn.Module, side: int) -> list[str]:
 
 
 def steps_run(count: int, is_second: bool = False) -> int:
-    """The steps of a run in which the model runs, under dpmpp_2m and karras.
+    """How many steps of a run the model runs, under dpmpp_2m and karras.
 
     Args:
         count: the number of steps.
@@ -145,7 +143,7 @@ def plot() -> None:
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     figure.tight_layout()
-    webp.save_figure(figure, RESULTS / "kept-tokens.webp", 110)
+    figure.savefig(RESULTS / "kept-tokens.webp", dpi=110, pil_kwargs=WEBP)
     plt.close(figure)
 
 

@@ -1,7 +1,7 @@
 """Take to a machine without a network what its PyTorch lacks: ComfyUI's code, and wheels.
 
 Such a machine is lent for minutes, so nothing is fetched or built there. The folder is made here by
-:func:`pack`, and :func:`unpack` makes a place of it there. This uses only the standard library.
+:func:`pack`, and :func:`unpack` unpacks it there. This uses only the standard library.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LEFT_OUT = (
     *("api_server", "app", "blueprints", "comfy_api_nodes", "custom_nodes", "input", "models"),
     *("output", "script_examples", "temp", "tests", "tests-unit", "user", "venv"),
 )
-"""Folders of ComfyUI that no measurement needs; those that start with a dot are left out, too."""
+"""Folders of ComfyUI that no measurement needs, besides any that starts with a dot."""
 
 NEEDED = (
     *("comfy-aimdo", "diffusers", "stable-diffusion-sdkit", "tomesd", "torchsde"),
@@ -101,7 +101,7 @@ def pack_comfyui(comfyui: Path, archive: Path) -> None:
 
 
 def unpack(folder: Path, scratch: Path) -> dict[str, str]:
-    """Make a place of a folder that :func:`pack` has filled.
+    """Unpack a folder that :func:`pack` has filled.
 
     Args:
         folder: as it was carried.

@@ -22,7 +22,7 @@ DEFAULT_WORKFLOW = ROOT / "workflows" / "api" / "tome_hires_fix.json"
 # What a CPU can run in a few minutes. The size stays, as larger pictures merge more.
 CPU_STEPS = 1
 
-# SD 1.5 has the real architecture and size, so its times are those of a real checkpoint. SDXL is
+# SD 1.5 has the real architecture and size, so it takes as long as a real checkpoint. SDXL is
 # smaller than the real one, which would need 16 GB of memory.
 CHECKPOINTS: dict[str, dict[str, Any]] = {"sd15": {"levels": 4, "full_width": True}, "sdxl": {}}
 
@@ -51,13 +51,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="run the workflow with all its steps even on a CPU; this can take an hour",
     )
-    parser.add_argument(
-        "--repeats",
-        type=_positive,
-        default=1,
-        metavar="N",
-        help="run off and on N times in turn, and report the fastest of each (default: 1)",
-    )
 
 
 def read_graph(arguments: argparse.Namespace) -> workflow.Graph:
@@ -75,7 +68,7 @@ def read_graph(arguments: argparse.Namespace) -> workflow.Graph:
 
 def run(arguments: argparse.Namespace) -> None:
     """Run the demo with the options of `add_arguments`."""
-    from tools.comparison import Comparison
+    from tools.comparison import compare
     from tools.server import ComfyServer
 
     graph = read_graph(arguments)
@@ -86,54 +79,36 @@ def run(arguments: argparse.Namespace) -> None:
         graph = workflow.with_steps(graph, CPU_STEPS)
     _introduce(arguments, shrink)
 
-    comparison = Comparison(graph)
     server = ComfyServer(FOLDER, device=arguments.device, arguments=_model_folder(checkpoint))
     try:
         with timed("Starting the server"):
             server.start()
         with timed("Loading the checkpoint and warming up"):
             server.run(workflow.with_steps(workflow.with_scale(graph, 0.25), 1))
-        comparison.measure(server, arguments.repeats)
+        comparison = compare(server, graph)
     finally:
         server.stop()
 
-    print(f"\n{comparison.table()}\n")
-    for level in comparison.levels():
-        print(level)
-    if comparison.has_plain_pass():
-        print(
-            "A pass without tokens does the same work off and on, so it shows the machine's noise."
-        )
-    for warning in comparison.warnings():
-        print(f"Warning: {warning}")
-    for name, image in (("off", comparison.off[0].image), ("on", comparison.on[0].image)):
-        if image is not None:
+    print("", comparison.table(), "", *comparison.said(), sep="\n")
+    for name, run in (("off", comparison.off), ("on", comparison.on)):
+        if run.image is not None:
             file = FOLDER / f"tome_{name}.png"
-            file.write_bytes(image)
+            file.write_bytes(run.image)
             print(f"Image with ToMe {name}: {_short(file)}")
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
 
 
 def _checkpoint(chosen: Path | None, graph: workflow.Graph) -> Path:
     """The chosen checkpoint, or else a generated one that fits the graph."""
     if chosen is not None:
         return chosen.resolve()
-    ours = {
-        family: FOLDER / "models" / "checkpoints" / f"tome_demo_{family}.ckpt"
-        for family in CHECKPOINTS
-    }
-    for family, file in ours.items():
-        if not file.exists():
-            from models.checkpoints import write_checkpoint
+    is_sdxl = any("xl" in name.lower() for name in workflow.checkpoint_names(graph))
+    family = "sdxl" if is_sdxl else "sd15"
+    file = FOLDER / "models" / "checkpoints" / f"tome_demo_{family}.ckpt"
+    if not file.exists():
+        from models.checkpoints import write_checkpoint
 
-            write_checkpoint(file, family, **CHECKPOINTS[family])
-    wants_sdxl = any("xl" in name.lower() for name in workflow.checkpoint_names(graph))
-    return ours["sdxl" if wants_sdxl else "sd15"]
+        write_checkpoint(file, family, **CHECKPOINTS[family])
+    return file
 
 
 def _model_folder(checkpoint: Path) -> list[str]:

@@ -62,8 +62,8 @@ NEWEST_FRONT_END = Release(
 )
 """The newest front end. ComfyUI pins an earlier one, which is among its packages."""
 
-# The original latent-diffusion code. Its pinned dependencies are from 2022; those that its UNet and
-# samplers import are among our own requirements.
+# The original latent-diffusion code. Its pinned dependencies are from 2022; our own requirements
+# have what its UNet and samplers import.
 LDM = "stable-diffusion-sdkit==2.1.5"
 
 
@@ -135,7 +135,7 @@ def prepare_light(torch: str = NEWEST_TORCH) -> Path:
     Returns:
         its interpreter.
     """
-    # What all environments share is in that of the newest PyTorch.
+    # All environments share what is in the folder of the newest PyTorch.
     for folder in {VENV: None, _folder(torch): None}:
         _make_environment(folder)
     wanted = _digest(*_light_contents(torch))
@@ -240,7 +240,7 @@ def _bring(
     unpack: Callable[[Path, Path], None],
     *options: str,
 ) -> None:
-    """Have a release in a folder of `.venv`; ``unpack`` makes that of its archive."""
+    """Have a release in a folder of `.venv`, which ``unpack`` makes of its archive."""
     if folder.is_dir() and _stamp(VENV).get(folder.name.lower()) == release.sha256:
         return
     with tempfile.TemporaryDirectory(dir=VENV) as temporary:
@@ -299,7 +299,7 @@ def _unpack_comfyui(archive: Path, destination: Path) -> None:
 def _install_packages(torch: str, comfyui: Path) -> None:
     """Install the packages that are not in the light lane."""
     sources = [REQUIREMENTS, comfyui / "requirements.txt"]
-    # Another ComfyUI may need other versions than those that are pinned for this one.
+    # Another ComfyUI may need other versions than are pinned for this one.
     is_pinned = comfyui == pinned_comfyui(NEWEST)
     # A change of the light lane may affect what these need.
     contents = (*_light_contents(torch), *(source.read_bytes() for source in sources))
@@ -326,7 +326,7 @@ def _light_contents(torch: str) -> list[bytes]:
 def constraints_of(torch: str, is_pinned: bool = True) -> list[str]:
     """The versions of packages in the environment of a PyTorch, as pip takes them.
 
-    Without ``is_pinned``, only those of what has to fit PyTorch.
+    Without ``is_pinned``, only of what has to fit PyTorch.
     """
     own = [f"torch=={torch}", *TORCHES[torch].packages]
     names = {name_of(line) for line in own}

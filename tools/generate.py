@@ -5,7 +5,7 @@
 
 Both write `locales/en/nodeDefs.json`, and the text between the markers of `web/docs/*.md`, from
 `tome_nodes/comfyui/node_texts.py`. Other languages need a translator. The second also records that
-all texts of a language are translations of the current English ones; until then, a test lists the
+all texts of a language are translations of the current English ones; until then, both list the
 outdated. Standard library only.
 """
 
@@ -198,26 +198,21 @@ def _choices(option: Option) -> str:
     return f"{choices}\n\n{table(('', *names), rows)}\n\n{FIGURES}"
 
 
-def _figures() -> dict[str, dict[str | int, tuple[str, str]]]:
+def _figures() -> dict[str, dict[str, tuple[str, str]]]:
     """The time and change of pictures for each preset measured at the default ratio, by model."""
     result = json.loads(FIDELITY.read_text(encoding="utf-8"))
-    judged = {
-        model: (result.get(judge, {}).get(steps, {}), paper)
-        for model, (judge, steps, paper) in JUDGED.items()
-    }
-    figures: dict[str, dict[str | int, tuple[str, str]]] = {
-        model: {
-            name: (f"{row['time']:.2f}", f"{row['error'] / rows[paper]['error']:.2f}")
-            for name in PRESETS
-            if (row := rows.get(f"{_judged_as(name, model)} {RATIO:g}")) is not None
-        }
-        for model, (rows, paper) in judged.items()
-    }
-    return {model: measured for model, measured in figures.items() if measured}
+    figures: dict[str, dict[str, tuple[str, str]]] = {}
+    for model, (judge, steps, paper) in JUDGED.items():
+        rows = result.get(judge, {}).get(steps, {})
+        for name in PRESETS:
+            if row := rows.get(f"{_judged_as(name, model)} {RATIO:g}"):
+                change = row["error"] / rows[paper]["error"]
+                figures.setdefault(model, {})[name] = f"{row['time']:.2f}", f"{change:.2f}"
+    return figures
 
 
 def _judged_as(preset: str, model: str) -> str:
-    """The preset that was judged in place of one: in a transformer, those that forecast are one."""
+    """The preset that was judged in its place: in a transformer, all that forecast are alike."""
     is_one = model != "UNet" and PRESETS[preset].options.get("forecast")
     return "fast" if is_one else preset
 
@@ -229,7 +224,6 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line."""
     parser = argparse.ArgumentParser(prog="dev.py generate", description=__doc__)
     languages = sorted(folder.name for folder in LOCALES.iterdir() if folder.name != "en")
     parser.add_argument("--translated", nargs="+", choices=languages, default=[], metavar="LANG")

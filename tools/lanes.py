@@ -42,7 +42,7 @@ def needs_browser(pytest_arguments: Sequence[str]) -> bool:
 def lane_of(comfyui: Path) -> list[str]:
     """The tests to run on a ComfyUI: all, unless it is an earlier one that is pinned.
 
-    Those of the editor need the front end of the newest.
+    Tests of the editor need the front end of the newest.
     """
     earlier = [pinned_comfyui(version) for version in RELEASES if version != NEWEST]
     return [*ON_COMFYUI] if comfyui in earlier else ["tests"]

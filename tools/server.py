@@ -128,7 +128,7 @@ class ComfyServer:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env=_environment(),
+                    env={**CALM_THREADS, **os.environ, "PYTHONUNBUFFERED": "1", "PYTHONUTF8": "1"},
                     **_new_group(),
                 )
             self._wait_until_it_answers(process)
@@ -269,11 +269,6 @@ def _text_on_node(message: bytes) -> Event | None:
         return None
     node, text = message[8 : 8 + length], message[8 + length :]
     return {"type": "progress_text", "data": {"node": node.decode(), "text": text.decode()}}
-
-
-def _environment() -> dict[str, str]:
-    """The environment of the server: that of this process, with an unbuffered log."""
-    return {**CALM_THREADS, **os.environ, "PYTHONUNBUFFERED": "1", "PYTHONUTF8": "1"}
 
 
 def _free_port() -> int:

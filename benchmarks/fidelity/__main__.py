@@ -1,7 +1,7 @@
 """Error against time of everything that a user could pick, as trained models judge it.
 
 python3 dev.py bench --fidelity [--quick] [--only pictures hires image few second video edit ...]
-    [--steps 20 16 12 8 4] [--names NAME ...] [--seeds 1]
+    [--steps 20 16 12 8 4] [--names NAME ...]
 
 With ``--quick``, only what the last line needs is measured, once, with one number of steps and one
 sampler, and nothing is kept. With the other arguments, the rows that they leave out stay as they
@@ -23,12 +23,10 @@ from benchmarks.fidelity import page  # noqa: E402
 from benchmarks.fidelity.judges import BENCHES  # noqa: E402
 from benchmarks.fidelity.meter import Meter  # noqa: E402
 from benchmarks.fidelity.options import Option  # noqa: E402
-from benchmarks.fidelity.pictures import Judge, rms  # noqa: E402
+from benchmarks.fidelity.pictures import Judge  # noqa: E402
 from benchmarks.machine import origin  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
-MANY = 40
-"""The steps of the run that stands for any large number of steps."""
 
 
 def main() -> None:
@@ -47,7 +45,7 @@ def main() -> None:
     result: dict[str, Any] = {}
     for name, steps, judge, picked in asked(arguments):
         print(f"{name}, {steps} steps", flush=True)
-        rows, pictures = judged(judge, picked, is_quick=arguments.quick)
+        rows, pictures = judged(judge, picked)
         result = with_others(result)
         kept = result.setdefault(name, {}).setdefault(str(steps), {})
         kept |= {option: {"origin": taken, **_rounded(row)} for option, row in rows.items()}
@@ -79,7 +77,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=page.JUDGES, default=trained)
     parser.add_argument("--steps", nargs="+", type=int, default=[20, 16, 12, 8, 4])
     parser.add_argument("--names", nargs="+", metavar="NAME", help="measure only these rows again")
-    parser.add_argument("--seeds", type=int, default=1, help="pictures of each prompt")
     return parser.parse_args()
 
 
@@ -105,48 +102,29 @@ def asked(arguments: argparse.Namespace) -> Iterator[tuple[str, int, Judge, Sequ
                 option
                 for option in bench.options(steps)
                 if option.name in (arguments.names or [option.name])
-                and (not arguments.quick or _is_quick(option, name))
+                and (not arguments.quick or _is_quick(option))
             ]
             if picked and (arguments.quick or steps in arguments.steps):
-                yield name, steps, bench.make(steps, seeds=arguments.seeds), picked
+                yield name, steps, bench.make(steps), picked
 
 
-def _is_quick(option: Option, judge: str) -> bool:
-    return option.kind == page.STEPS or option.name in page.in_summary(judge)
+def _is_quick(option: Option) -> bool:
+    return option.kind == page.STEPS or option.name in page.QUICK
 
 
-def judged(
-    judge: Judge, picked: Sequence[Option], is_quick: bool = False
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def judged(judge: Judge, picked: Sequence[Option]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Figures and pictures of every option, by name, with the plain model first.
 
     The time is the work of all evaluations, relative to the plain run.
-
-    Args:
-        judge: paints.
-        picked: the options to paint with, besides the plain model.
-        is_quick: whether to leave out the comparison with a run of :data:`MANY` steps, and the
-            numbers of steps that are not near one of our presets in time.
     """
-    is_compared = judge.is_compared_with_many and not is_quick
-    many = judge.pictures(judge.model, MANY) if is_compared else None
     pictures: dict[str, Any] = {}
     rows: dict[str, Any] = {}
     plain = 0.0
-    shorter = [option.steps / judge.steps for option in picked if option.steps]
-    # Fewer steps come last, when the times of our presets are known.
-    ordered = sorted(picked, key=lambda option: option.kind == page.STEPS)
-    for option in (Option(page.PLAIN, page.PLAIN), *(ordered if is_quick else picked)):
-        if (
-            is_quick
-            and option.steps
-            and not page.is_near(option.steps / judge.steps, rows, shorter)
-        ):
-            continue
+    for option in (Option(page.PLAIN, page.PLAIN), *picked):
         model = option.patch(judge.model)
         meter = Meter(judge.tokens, judge.attention)
         with meter.watching(model, option.keys):
-            painted = judge.pictures(model, option.steps, option.shrunk)
+            painted = judge.pictures(model, option.steps)
         if option.name == page.PLAIN:
             plain, judge.expected = meter.cost, painted
         pictures[option.name] = painted
@@ -156,8 +134,6 @@ def judged(
             "evaluations": meter.evaluations,
             **judge.figures(painted),
         }
-        if many is not None:
-            row["error against many"] = rms(painted - many)
         print(f"  {option.name}: {row['error']:.4f} at {row['time']:.2f}", flush=True)
     return rows, pictures
 

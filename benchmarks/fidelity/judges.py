@@ -20,12 +20,12 @@ from benchmarks.fidelity.trial.layouts import LAYOUTS
 class FlowJudge(Judge):
     """A judge of held-out prompts, whose model is a flow; the noise decides everything else."""
 
-    sampler, scheduler = "euler", "simple"
+    scheduler = "simple"
     decode = staticmethod(latents.decode)
     prompts: Tensor
     empty: Tensor
 
-    def batch(self, seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    def batch(self) -> tuple[Tensor, Tensor, dict[str, Any]]:
         return self.empty, self.prompts, {}
 
 
@@ -33,39 +33,26 @@ class SceneJudge(FlowJudge):
     """The judge whose model is the Flux of :mod:`benchmarks.fidelity.scene_transformer`.
 
     Args:
-        pictures: how many it paints for each seed, at most four.
-        weights: the file with those of the model.
+        pictures: how many it paints, at most four.
+        weights: the file with the weights of the model.
+        others: as of :class:`Judge`.
     """
 
-    # That of Flux with a picture of 1024x1024.
+    # As in Flux with a picture of 1024x1024.
     attention = attention_share(4096, width=3072, linear=12)
 
     def __init__(
         self,
         steps: int,
-        guidance: float = 3.0,
-        seeds: int = 1,
         pictures: int = 4,
         weights: Path = scene_transformer.WEIGHTS,
+        **others: Any,
     ):
         side = scene_transformer.LATENT_SIDE
         self.prompts = scene_transformer.held_out("prompts")[:pictures]
         self.empty = torch.zeros(len(self.prompts), latents.CHANNELS, side, side)
         self.tokens = (side // scene_transformer.PATCH) ** 2 + self.prompts.shape[1]
-        super().__init__(scene_transformer.load(weights), steps, guidance, seeds)
-
-
-class FewJudge(SceneJudge):
-    """The judge whose model is the same, distilled to four steps without guidance."""
-
-    def __init__(self, steps: int, seeds: int = 1):
-        super().__init__(steps, 1.0, seeds, weights=scene_transformer.FEW_STEPS)
-
-
-class FewMultistepJudge(FewJudge):
-    """The distilled model with the sampler of ComfyUI's template of Z-Image Turbo."""
-
-    sampler = "res_multistep"
+        super().__init__(scene_transformer.load(weights), steps, **others)
 
 
 class SecondPassJudge(SceneJudge):
@@ -73,54 +60,45 @@ class SecondPassJudge(SceneJudge):
 
     denoise = 0.5
 
-    def __init__(self, steps: int, seeds: int = 1):
-        first = SceneJudge(steps, seeds=seeds)
-        small = [first.latent(first.model, seed, shrunk=2) for seed in range(seeds)]
-        self._begin = [F.interpolate(each, scale_factor=2.0, mode="bicubic") for each in small]
-        super().__init__(steps, seeds=seeds)
-
-    def batch(self, seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        return self._begin[seed], self.prompts, {}
+    def __init__(self, steps: int):
+        first = SceneJudge(steps)
+        small = first.latent(first.model, shrunk=2)
+        super().__init__(steps)
+        self.empty = F.interpolate(small, scale_factor=2.0, mode="bicubic")
 
 
 class EditJudge(FlowJudge):
     """The judge of edits of four scenes."""
 
-    # That of Qwen-Image-Edit with a picture and two references of 1328x1328.
+    # As in Qwen-Image-Edit with a picture and two references of 1328x1328.
     attention = attention_share(3 * 83**2, width=3072, linear=12)
 
-    def __init__(self, steps: int, seeds: int = 1):
+    def __init__(self, steps: int):
         held_out = scene_transformer.held_out
         self.references = [held_out(name) / 256 for name in ("leaves", "colours")]
         self.prompts = held_out("edit_prompts")
         self.empty = torch.zeros_like(self.references[0])
         side = scene_transformer.LATENT_SIDE // scene_transformer.PATCH
         self.tokens = (1 + len(self.references)) * side**2 + self.prompts.shape[1]
-        super().__init__(scene_transformer.load_editor(), steps, 1.0, seeds)
+        super().__init__(scene_transformer.load_editor(), steps, guidance=1.0)
 
-    def batch(self, seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    def batch(self) -> tuple[Tensor, Tensor, dict[str, Any]]:
         return self.empty, self.prompts, {"reference_latents": self.references}
 
 
 class VideoJudge(FlowJudge):
     """The judge whose model is the Wan of :mod:`benchmarks.fidelity.video_transformer`."""
 
-    # That of Wan 14B with a video of 480p and 81 frames.
+    # As in Wan 14B with a video of 480p and 81 frames.
     attention = attention_share(32760, width=5120, linear=4 + 2 + 2 * 2.7)
     decode = staticmethod(video_transformer.decode)
 
-    def __init__(self, steps: int, guidance: float = 3.0, seeds: int = 1):
+    def __init__(self, steps: int, **others: Any):
         side, frames = video_transformer.SIDE // latents.CELL, video_transformer.FRAMES
         self.prompts = scene_transformer.held_out("prompts")[:2]
         self.empty = torch.zeros(len(self.prompts), latents.CHANNELS, frames, side, side)
         self.tokens = frames * (side // video_transformer.PATCH) ** 2
-        super().__init__(video_transformer.load(), steps, guidance, seeds)
-
-
-class VideoMultistepJudge(VideoJudge):
-    """The judge of videos with the sampler of ComfyUI's templates of MiniMax H3."""
-
-    sampler = "res_multistep"
+        super().__init__(video_transformer.load(), steps, **others)
 
 
 @dataclass(frozen=True)
@@ -128,7 +106,7 @@ class Bench:
     """A judge, and what it is asked.
 
     Attributes:
-        make: makes the judge from a number of steps and a number of ``seeds``.
+        make: makes the judge from a number of steps.
         options: gives the options in place of a run of that many steps.
         steps: the numbers of steps; ``--quick`` uses the first.
     """
@@ -139,27 +117,28 @@ class Bench:
 
 
 def _pictures(*steps: int, **others: Any) -> Bench:
-    make = partial(PictureJudge, many=False, **others)
-    return Bench(make, options.of_other_runs, steps)
+    return Bench(partial(PictureJudge, **others), options.of_other_runs, steps)
 
 
 def _cell(**others: Any) -> Bench:
     return _pictures(20, 12, 8, photos=2, **others)
 
 
-def _hires(*steps: int, **others: Any) -> Bench:
-    return Bench(partial(HighResolutionJudge, **others), options.of_other_runs, steps)
+def _hires(steps: int = 8, **others: Any) -> Bench:
+    return Bench(partial(HighResolutionJudge, **others), options.of_other_runs, (steps,))
 
 
 def _trial(layout: str) -> dict[str, Bench]:
-    trial = {"trial": LAYOUTS[layout]}
+    trial: Mapping[str, Any] = {"trial": LAYOUTS[layout]}
     return {
         f"trial_{layout}": _pictures(20, **trial),
-        f"trial_{layout}_second": _hires(8, guidance=2.0, **trial),
+        f"trial_{layout}_second": _hires(guidance=2.0, **trial),
     }
 
 
 _NOISY: Mapping[str, Any] = {"sampler": "dpmpp_2m_sde"}
+_MULTISTEP: Mapping[str, Any] = {"sampler": "res_multistep"}
+_FEW = partial(SceneJudge, guidance=1.0, weights=scene_transformer.FEW_STEPS)
 
 BENCHES = {
     "pictures": Bench(PictureJudge, options.of_unet, (12, 20, 8)),
@@ -169,20 +148,20 @@ BENCHES = {
     "pictures_ancestral": _cell(sampler="euler_ancestral"),
     "pictures_ancestral_7": _cell(sampler="euler_ancestral", guidance=7.0),
     "hires": Bench(HighResolutionJudge, options.of_high_resolution, (8,)),
-    "hires_7": _hires(8, guidance=7.0),
-    "hires_light": _hires(8, denoise=0.3),
-    "hires_light_7": _hires(8, denoise=0.3, guidance=7.0),
-    "hires_noisy": _hires(8, **_NOISY),
-    "hires_noisy_7": _hires(8, guidance=7.0, **_NOISY),
+    "hires_7": _hires(guidance=7.0),
+    "hires_light": _hires(denoise=0.3),
+    "hires_light_7": _hires(denoise=0.3, guidance=7.0),
+    "hires_noisy": _hires(**_NOISY),
+    "hires_noisy_7": _hires(guidance=7.0, **_NOISY),
     "hires_strong": _hires(16, denoise=0.7, **_NOISY),
     "hires_strong_7": _hires(16, denoise=0.7, guidance=7.0, **_NOISY),
     **_trial("sdxl"),
     **_trial("sd15"),
-    "image": Bench(SceneJudge, options.of_new_pictures, (8, 20)),
-    "few": Bench(FewJudge, options.of_new_pictures, (4, 8)),
-    "few_multistep": Bench(FewMultistepJudge, options.of_transformer, (8,)),
+    "image": Bench(SceneJudge, options.of_transformer, (8, 20)),
+    "few": Bench(_FEW, options.of_transformer, (4, 8)),
+    "few_multistep": Bench(partial(_FEW, **_MULTISTEP), options.of_transformer, (8,)),
     "second": Bench(SecondPassJudge, options.of_transformer, (8,)),
     "video": Bench(VideoJudge, options.of_transformer, (8, 20)),
-    "video_multistep": Bench(VideoMultistepJudge, options.of_transformer, (8, 20)),
+    "video_multistep": Bench(partial(VideoJudge, **_MULTISTEP), options.of_transformer, (8, 20)),
     "edit": Bench(EditJudge, options.of_edit, (8, 4)),
 }

@@ -1,7 +1,7 @@
 """What a run costs: the work of its evaluations, counted and not timed.
 
 For a transformer, an evaluation on fewer tokens costs what it would in blocks of a published width.
-A small judge, whose blocks spend their time elsewhere, would flatter. For a UNet, of which only a
+A small judge, whose blocks spend their time elsewhere, would flatter. For a UNet, where only a
 part merges, the multiplications are counted where they are made.
 """
 
@@ -20,8 +20,8 @@ class Meter:
     """Adds up what the evaluations of a model cost.
 
     Args:
-        tokens: those of a picture, and of its prompt where that is in the same attention; None for
-            a UNet.
+        tokens: how many a picture has, with its prompt where that is in the same attention; None
+            for a UNet.
         attention: the share of attention in the multiplications of a block on all tokens.
 
     Attributes:
@@ -59,7 +59,7 @@ class Meter:
 
 
 def _layer(network: Any) -> nn.Module:
-    """A layer that every evaluation runs; in a transformer, one of a block in the middle."""
+    """A layer that every evaluation runs; in a transformer, it is in a block in the middle."""
     if hasattr(network, "single_blocks"):
         blocks = network.single_blocks
         return blocks[len(blocks) // 2].linear1
@@ -94,11 +94,11 @@ def attention_share(tokens: int, width: int, linear: float) -> float:
 
 
 def work(tokens: float, attention: float, keys: float = 1.0) -> float:
-    """The multiplications of a block, relative to those on all tokens.
+    """The multiplications of a block, with 1 for all tokens.
 
     Args:
         tokens: the share of tokens that it runs on.
         attention: the share of attention in the multiplications on all tokens.
-        keys: the share of those that are keys.
+        keys: the share of these tokens that serve as keys.
     """
     return tokens * (1 - attention) + tokens**2 * keys * attention

@@ -53,7 +53,6 @@ PAPER, INK, MUTED, FRAME = "#16181d", "#eef0f4", "#969ca8", "#f68e3c"
 
 
 def main() -> None:
-    """Paint, time, draw."""
     arguments = _arguments()
     model = arguments.model
     make, compared = KINDS[model]
@@ -75,7 +74,7 @@ def main() -> None:
         return time.perf_counter() - start
 
     taken = interleaved({name: partial(paint, name) for name in runs}, arguments.repeats)
-    # The fastest run counts, as in the demo: other processes can only add to a time.
+    # The fastest run counts: other processes can only add to a time.
     fastest = {name: min(seconds) for name, seconds in taken.items()}
     columns = {name: [_pixels(each) for each in _shown(painted[name])] for name in runs}
     titles = {name: _title(name, fastest) for name in runs}

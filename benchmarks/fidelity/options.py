@@ -10,7 +10,8 @@ from comfy_extras.nodes_model_downscale import PatchModelAddDownscale
 from comfy_extras.nodes_tomesd import TomePatchModel
 
 from benchmarks.fidelity import page, rivals
-from benchmarks.speed.methods import ONCE, Patch, ToDoStrategy, TomesdStrategy, node
+from benchmarks.patches import Patch, node
+from benchmarks.speed.methods import ONCE, ToDoStrategy, TomesdStrategy
 from tome_nodes.comfyui.attachment import attach
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.presets import settings_of
@@ -41,10 +42,9 @@ class Option:
 
     Attributes:
         name: its name in tables.
-        kind: one of those of :mod:`benchmarks.fidelity.page`.
+        kind: one of :data:`benchmarks.fidelity.page.COLOURS`.
         patch: makes the patched clone of a model.
-        steps: number of steps; None for that of the plain run.
-        shrunk: what the sides of the picture are divided by before it is scaled up.
+        steps: number of steps; None for as many as the plain run has.
         keys: the share of keys and values that the attention of a transformer keeps.
     """
 
@@ -52,7 +52,6 @@ class Option:
     kind: str
     patch: Patch = field(default=lambda model: model)
     steps: int | None = None
-    shrunk: int = 1
     keys: float = 1.0
 
 
@@ -109,17 +108,6 @@ def of_transformer(steps: int) -> list[Option]:
     ]
 
 
-def of_new_pictures(steps: int) -> list[Option]:
-    """The same, and those that need a run that makes one picture from noise alone."""
-    return [
-        *of_transformer(steps),
-        Option("half the size", page.SIZE, shrunk=2),
-        Option(
-            "fast 0.5, EasyCache 0.2", page.BOTH, _then(preset("fast", 0.5), rivals.easy_cache(0.2))
-        ),
-    ]
-
-
 def of_edit(steps: int) -> list[Option]:
     """Options in place of an edit of that many steps; beside references, nothing merges."""
     return [*_without_merging(steps), *_presets(ON_TRANSFORMERS)]
@@ -136,7 +124,7 @@ def _without_merging(steps: int) -> list[Option]:
 
 
 def _fewer(steps: int, picked: slice = slice(None)) -> list[Option]:
-    """Fewer steps, those of :data:`FEWER` that are picked."""
+    """Runs of fewer steps, as :data:`FEWER` has them."""
     return [Option(f"{fewer} steps", page.STEPS, steps=fewer) for fewer in FEWER[steps][picked]]
 
 
@@ -207,7 +195,3 @@ def ours(other: Callable[..., Any] | None = None, /, **settings: Any) -> Patch:
 def preset(name: str, ratio: float = 0.6, **others: Any) -> Patch:
     """Our patch with a preset, apart from ``others``."""
     return partial(attach, config=ToMeConfig(**settings_of(name, {"ratio": ratio}) | others))
-
-
-def _then(first: Patch, second: Patch) -> Patch:
-    return lambda model: second(first(model))

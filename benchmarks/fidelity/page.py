@@ -1,17 +1,17 @@
 """Tables, plots and pictures of the fidelity results, and their summary line."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import matplotlib
 import numpy as np
 from PIL import Image, ImageDraw
 from torch import Tensor
 
-from benchmarks import webp
-from benchmarks.speed.figures import grid, joined
+from benchmarks.speed.figures import WEBP, grid, joined
 
 matplotlib.use("agg")
 from matplotlib import pyplot as plt
@@ -32,9 +32,9 @@ JUDGES = {
     "hires_strong": "The same, denoise 0.7, guidance 3, sampled by dpmpp_2m_sde",
     "hires_strong_7": "The same, denoise 0.7, guidance 7, sampled by dpmpp_2m_sde",
     "trial_sdxl": "Pictures of a UNet with SDXL's layout",
-    "trial_sdxl_second": "Second passes of it",
+    "trial_sdxl_second": "Second passes of the same UNet",
     "trial_sd15": "Pictures of a UNet with SD 1.5's layout",
-    "trial_sd15_second": "Second passes of it at 128x128 tokens",
+    "trial_sd15_second": "Second passes of the same UNet at 128x128 tokens",
     "image": "Pictures of a transformer, with guidance",
     "few": "The same distilled to four steps, without guidance",
     "few_multistep": "The distilled transformer, sampled by res_multistep",
@@ -59,7 +59,7 @@ _OF_UNETS = {
 
 STEPS, CACHE, FORECAST, SIZE = "fewer steps", "cache", "forecast", "lower resolution"
 MERGED_STEPS = "fewer steps, merged"
-MERGING, OURS, BOTH = "merging", "ours", "ours and another"
+MERGING, OURS = "merging", "ours"
 COLOURS = {
     STEPS: "black",
     MERGED_STEPS: "tab:green",
@@ -68,7 +68,6 @@ COLOURS = {
     SIZE: "tab:brown",
     MERGING: "tab:red",
     OURS: "tab:blue",
-    BOTH: "tab:cyan",
 }
 """The kinds of options, with their colours in plots."""
 
@@ -80,9 +79,8 @@ KEYS75 = "k,v 0.75, window 4x2"
 DEFAULT = "balanced 0.6"
 FAST, FAST_DEFAULT = "fast 0.5", "fast 0.6"
 CACHED = "EasyCache 0.2"
-"""The cache that the last line of a quick run has."""
-UNCACHED = "pictures", "few"
-"""Judges on which that cache skips nothing in the few steps of a quick run."""
+QUICK = TOMESD, DEFAULT, FAST_DEFAULT, CACHED
+"""The rows of a quick run, besides fewer steps."""
 ON_SHEET = (
     *(PLAIN, "6 steps", "3 steps", CACHED, "forecast"),
     *(TOMESD, TODO, PAPER, DEFAULT, FAST, FAST_DEFAULT),
@@ -93,42 +91,6 @@ Rows = Mapping[str, Mapping[str, Any]]
 """The figures of every option, by name."""
 Point = tuple[float, float]
 """Time and error."""
-
-
-class Ratio(NamedTuple):
-    """A figure of one row over that of another; the largest of some judges is in the last line."""
-
-    judges: Sequence[str]
-    figure: str
-    name: str
-    other: str
-
-
-_HIRES = tuple(judge for judge in JUDGES if "hires" in judge)
-RATIOS = {
-    "image_error_vs_tomesd": Ratio(("pictures",), "error", DEFAULT, TOMESD),
-    "kv75_error_vs_todo": Ratio(("pictures",), "error", KEYS75, TODO),
-    "fast_error_vs_tomesd": Ratio(("pictures",), "error", FAST, TOMESD),
-    "fast_time": Ratio(("pictures",), "time", FAST, PLAIN),
-    "hires_error_vs_tomesd": Ratio(_HIRES, "error", DEFAULT, TOMESD),
-    "hires_fast_error_vs_tomesd": Ratio(_HIRES, "error", FAST_DEFAULT, TOMESD),
-    "dit_fast_error_vs_paper": Ratio(("image",), "error", FAST, PAPER),
-    "dit_fast_time": Ratio(("image",), "time", FAST, PLAIN),
-    "video_kv_error_vs_todo": Ratio(("video",), "error", KEYS75, TODO),
-    "video_fast_error_vs_todo": Ratio(("video",), "error", FAST, TODO),
-    "video_fast_time": Ratio(("video",), "time", FAST, PLAIN),
-    "video_flicker": Ratio(("video",), "flicker", FAST, TODO),
-    "second_fast_time": Ratio(("second",), "time", FAST, PLAIN),
-}
-"""What the last line compares, besides our presets with fewer steps and caches."""
-
-
-def in_summary(judge: str) -> set[str]:
-    """The rows of a judge that the last line needs, besides fewer steps."""
-    compared = [ratio for ratio in RATIOS.values() if judge in ratio.judges]
-    named = {name for ratio in compared for name in (ratio.name, ratio.other)}
-    caches = () if judge in UNCACHED else (CACHED,)
-    return {*named, FAST_DEFAULT, *caches}
 
 
 def markdown(result: Mapping[str, Mapping[str, Rows]], summary: str) -> str:
@@ -182,7 +144,7 @@ def panels(result: Mapping[str, Mapping[str, Rows]], judge: str) -> dict[str, Ro
 def table(rows: Rows, title: str) -> str:
     """The figures of every option, by time."""
     unbeaten = front(points(rows))
-    judged = ("error", "error against many", "psnr", "ssim", "lpips", "flicker")
+    judged = "error", "ssim", "lpips", "flicker"
     columns = [column for column in judged if any(column in row for row in rows.values())]
     ordered = sorted(rows, key=lambda name: (-rows[name]["time"], rows[name]["error"]))
     lines = [
@@ -229,7 +191,7 @@ def sheet(pictures: Mapping[str, Tensor], path: Path) -> None:
             pixels = (picture.permute(1, 2, 0).numpy() * 255).round().astype(np.uint8)
             tile = Image.fromarray(pixels).resize((side, side), Image.Resampling.NEAREST)
             drawn.paste(tile, (label + column * side, row * side))
-    webp.save(drawn, path)
+    drawn.save(path, **WEBP)
 
 
 def plot(shown_in: Mapping[str, Rows], path: Path) -> None:
@@ -254,7 +216,7 @@ def plot(shown_in: Mapping[str, Rows], path: Path) -> None:
     figure.tight_layout()
     for axis, rows in zip(axes, shown_in.values(), strict=True):
         label(axis, points(rows))
-    webp.save_figure(figure, path, dpi=110)
+    figure.savefig(path, dpi=110, pil_kwargs=WEBP)
     plt.close(figure)
 
 
@@ -319,46 +281,31 @@ def error_at(time: float, rivals: Sequence[Point]) -> float | None:
 def summary(result: Mapping[str, Mapping[str, Rows]]) -> str:
     """The last line of the run: the worst case over the numbers of steps of each judge.
 
-    The figures that begin with ``vs`` are the error of our best preset over that of fewer steps, or
-    of caches, in the same time. Below 1, our preset is the better pick.
+    ``vs_fewer_steps`` and ``vs_cache`` are the error of our best preset over the error of these in
+    the same time, ``vs_tomesd`` the error of *fast* over tomesd's. Below 1, ours is better.
     """
-
-    shares = {label: _worst(ratio, result) for label, ratio in RATIOS.items()}
-    for (rival, kind), judge in product((("fewer_steps", STEPS), ("cache", CACHE)), JUDGES):
-        known = [best_share(rows, kind) for rows in result.get(judge, {}).values()]
-        own = (share for share in known if share is not None)
-        shares[f"vs_{rival}_{judge}"] = max(own, default=None)
-    words = (f"{name}={share:.2f}" for name, share in shares.items() if share is not None)
-    return " ".join(["summary:", *words])
-
-
-def _worst(ratio: Ratio, result: Mapping[str, Mapping[str, Rows]]) -> float | None:
-    """The largest share that was judged; None for none."""
-    shares = [
-        rows[ratio.name][ratio.figure] / rows[ratio.other][ratio.figure]
-        for judge in ratio.judges
-        for rows in result.get(judge, {}).values()
-        if ratio.name in rows and ratio.other in rows
-    ]
-    return max(shares, default=None)
+    rivals: Mapping[str, Callable[[Rows], float | None]] = {
+        "fewer_steps": partial(best_share, kind=STEPS),
+        "cache": partial(best_share, kind=CACHE),
+        "tomesd": _over_tomesd,
+    }
+    words = ["summary:"]
+    for (rival, share_of), judge in product(rivals.items(), JUDGES):
+        known = [share_of(rows) for rows in result.get(judge, {}).values()]
+        shares = [share for share in known if share is not None]
+        if shares:
+            words.append(f"vs_{rival}_{judge}={max(shares):.2f}")
+    return " ".join(words)
 
 
-def is_near(time: float, rows: Rows, times: Sequence[float]) -> bool:
-    """Whether :func:`best_share` reads the rival of a time, if rivals of ``times`` are judged.
-
-    It reads the rivals just below and just above each of our presets, where the error grows with
-    every step that is left out.
-    """
-    for own, _ in points(rows, (OURS,)).values():
-        below = max((each for each in times if each <= own), default=min(times))
-        above = min((each for each in times if each >= own), default=below)
-        if time in (below, above):
-            return True
-    return False
+def _over_tomesd(rows: Rows) -> float | None:
+    if FAST_DEFAULT not in rows or TOMESD not in rows:
+        return None
+    return float(rows[FAST_DEFAULT]["error"] / rows[TOMESD]["error"])
 
 
 def best_share(rows: Rows, kind: str) -> float | None:
-    """Error of our best preset over that of rivals in the same time; None without rivals."""
+    """Error of our best preset over the rivals' error in the same time; None without rivals."""
     rivals = [*points(rows, (kind,)).values()]
     shares = [
         error / other

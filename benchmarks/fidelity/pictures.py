@@ -1,4 +1,4 @@
-"""Judges of pictures: a trained model paints the same seeds with and without merging."""
+"""Judges of pictures: a trained model paints the same noise with and without merging."""
 
 import statistics
 from collections.abc import Callable
@@ -6,18 +6,14 @@ from functools import cache, cached_property
 from typing import Any, ClassVar
 
 import comfy.sample
-import numpy as np
 import torch
 import torch.nn.functional as F
 from comfy.model_patcher import ModelPatcher
-from skimage.metrics import peak_signal_noise_ratio, structural_similarity
+from skimage.metrics import structural_similarity
 from torch import Tensor
 
 from benchmarks.fidelity import denoiser
 from benchmarks.fidelity.trial.layouts import PHOTOS, Layout
-
-MOST_PSNR = 99.0
-"""Used for equal pictures, whose ratio is infinite."""
 
 
 class Judge:
@@ -25,56 +21,48 @@ class Judge:
 
     Attributes:
         model: the plain model.
-        tokens: those of a picture, and of its prompt where that is in the same attention. None for
-            a UNet, of which only a part merges.
+        tokens: how many a picture has, with its prompt where that is in the same attention. None
+            for a UNet, where only a part merges.
         attention: the share of attention in the work of a block, in a model that people use.
         denoise: the share of a schedule that is sampled; less than 1 starts from a picture.
         decode: turns what the model paints into pixels from 0 to 1.
-        is_compared_with_many: whether there is time for a run of many steps.
     """
 
-    sampler: str
     scheduler: ClassVar[str]
     decode: Callable[[Tensor], Tensor]
     tokens: int | None = None
     attention = 0.0
     denoise = 1.0
-    is_compared_with_many = True
 
-    def __init__(self, model: ModelPatcher, steps: int, guidance: float, seeds: int):
-        self.steps, self.guidance, self.seeds = steps, guidance, seeds
-        self.model = model
+    def __init__(
+        self, model: ModelPatcher, steps: int, guidance: float = 3.0, sampler: str = "euler"
+    ):
+        self.model, self.steps, self.guidance, self.sampler = model, steps, guidance, sampler
 
     @cached_property
     def expected(self) -> Tensor:
         """The pictures of the plain model."""
         return self.pictures(self.model)
 
-    def batch(self, seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    def batch(self) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """What a batch of pictures starts from, its prompts, and its other conditions."""
         raise NotImplementedError
 
-    def pictures(self, patched: ModelPatcher, steps: int | None = None, shrunk: int = 1) -> Tensor:
-        """``[pictures, 3, height, width]`` from 0 to 1; videos have frames before the height.
+    def pictures(self, patched: ModelPatcher, steps: int | None = None) -> Tensor:
+        """What a model paints, in the judge's number of steps unless told another.
 
-        Args:
-            patched: the model.
-            steps: number of steps, None for that of the judge.
-            shrunk: what to divide the sides by before the picture is scaled up. The noise is that
-                of the full size, averaged.
+        Returns:
+            ``[pictures, 3, height, width]`` from 0 to 1; videos have frames before the height.
         """
-        painted = [self.latent(patched, seed, steps, shrunk) for seed in range(self.seeds)]
-        pictures = self.decode(torch.cat(painted))
-        if shrunk > 1:
-            pictures = F.interpolate(pictures, scale_factor=shrunk, mode="bicubic").clamp(0, 1)
-        return pictures
+        return self.decode(self.latent(patched, steps))
 
-    def latent(
-        self, patched: ModelPatcher, seed: int, steps: int | None = None, shrunk: int = 1
-    ) -> Tensor:
-        """The latent of the pictures of a seed; see :meth:`pictures`."""
-        empty, prompts, others = self.batch(seed)
-        noise = comfy.sample.prepare_noise(empty, seed)
+    def latent(self, patched: ModelPatcher, steps: int | None = None, shrunk: int = 1) -> Tensor:
+        """The latent of the pictures, with its sides divided by ``shrunk``.
+
+        The noise of a smaller latent is the noise of the full size, averaged.
+        """
+        empty, prompts, others = self.batch()
+        noise = comfy.sample.prepare_noise(empty, 0)
         if shrunk > 1:
             # The mean of n independent numbers has a deviation smaller by the root of n.
             noise = F.avg_pool2d(noise, shrunk) * shrunk
@@ -91,31 +79,21 @@ class Judge:
             empty,
             denoise=self.denoise,
             disable_pbar=True,
-            seed=seed,
+            seed=0,
         )
 
     def figures(self, pictures: Tensor) -> dict[str, float]:
         """How much pictures differ from the expected ones, and for videos how much they flicker.
 
-        ``flicker`` is the error of the changes from frame to frame over that of the frames: the
-        root of 2 for noise that is new in each frame, 0 for a steady difference.
+        ``flicker`` is the error of the changes from frame to frame over the error of the frames:
+        the root of 2 for noise that is new in each frame, 0 for a steady difference.
         """
-        ours, plain = _frames(pictures), _frames(self.expected)
-        pairs = [
-            (one.permute(1, 2, 0).numpy(), other.permute(1, 2, 0).numpy())
-            for one, other in zip(ours, plain, strict=True)
-        ]
+        frames = [_frames(each).numpy() for each in (self.expected, pictures)]
         figures = {
             "error": rms(pictures - self.expected),
-            "psnr": statistics.mean(
-                float(peak_signal_noise_ratio(other, one, data_range=1))
-                if np.abs(other - one).max() > 1e-4
-                else MOST_PSNR
-                for one, other in pairs
-            ),
             "ssim": statistics.mean(
-                float(structural_similarity(other, one, channel_axis=2, data_range=1))
-                for one, other in pairs
+                float(structural_similarity(*pair, channel_axis=0, data_range=1))
+                for pair in zip(*frames, strict=True)
             ),
         }
         if pictures.ndim == 5 and figures["error"] > 0:
@@ -137,29 +115,25 @@ class PictureJudge(Judge):
         self,
         steps: int,
         guidance: float = 2.0,
-        seeds: int = 1,
         photos: int = len(denoiser.NAMES),
         sampler: str = "dpmpp_2m",
         trial: Layout | None = None,
-        many: bool = True,
     ):
         """With ``trial``, its model paints, and there are at most as many photos as it knows."""
-        self.is_compared_with_many = many
         self.photos = photos if trial is None else min(photos, len(PHOTOS))
-        self.crops = denoiser.held_out_crops(self.photos * seeds)
-        self.sampler = sampler
+        self.crops = denoiser.held_out_crops(self.photos)
         self._side = denoiser.SIDE * (1 if trial is None else trial.scale)
-        super().__init__((trial or denoiser).load(), steps, guidance, seeds)
+        super().__init__((trial or denoiser).load(), steps, guidance, sampler)
 
-    def batch(self, seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    def batch(self) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """A crop of each photo."""
-        count = self.photos
-        crops = self.crops[seed * count : (seed + 1) * count]
-        prompts = torch.stack([denoiser.prompt(crop.photo) for crop in crops])
-        return torch.zeros(count, 3, self._side, self._side), prompts, {"crops": crops}
+        prompts = torch.stack([denoiser.prompt(crop.photo) for crop in self.crops])
+        empty = torch.zeros(self.photos, 3, self._side, self._side)
+        return empty, prompts, {"crops": self.crops}
 
     def figures(self, pictures: Tensor) -> dict[str, float]:
-        pairs = (_to_lpips(pictures), _to_lpips(self.expected))
+        # Pixels from -1 to 1.
+        pairs = [2 * each - 1 for each in (pictures, self.expected)]
         with torch.no_grad():
             return {**super().figures(pictures), "lpips": float(_lpips()(*pairs).mean())}
 
@@ -171,25 +145,22 @@ class HighResolutionJudge(PictureJudge):
         self,
         steps: int,
         guidance: float = 3.0,
-        seeds: int = 1,
         photo: int = 0,
         sampler: str = "dpmpp_2m",
         denoise: float = 0.5,
         trial: Layout | None = None,
     ):
-        """``photo`` is that of the first seed; see :data:`benchmarks.fidelity.denoiser.NAMES`."""
-        super().__init__(steps, guidance, seeds, sampler=sampler, trial=trial, many=False)
+        """``photo`` is the index of a photo in :data:`benchmarks.fidelity.denoiser.NAMES`."""
+        super().__init__(steps, guidance, photo + 1, sampler, trial)
         self.denoise = denoise
-        first = PictureJudge(12, guidance, photos=photo + seeds, trial=trial)
-        self.crops = self.crops[photo:]
-        pictures = first.latent(first.model, 0)[photo : photo + seeds]
-        self._begin = F.interpolate(pictures, scale_factor=2.0, mode="bicubic")
+        first = PictureJudge(12, guidance, photo + 1, trial=trial)
+        picture = first.latent(first.model)[photo:]
+        self._begin = F.interpolate(picture, scale_factor=2.0, mode="bicubic")
 
-    def batch(self, seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """One picture; a photo of its own for each seed."""
-        crop = self.crops[seed]
-        begin = self._begin[seed : seed + 1]
-        return begin, denoiser.prompt(crop.photo)[None], {"crops": [crop]}
+    def batch(self) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """One picture, of the last photo."""
+        crop = self.crops[-1]
+        return self._begin, denoiser.prompt(crop.photo)[None], {"crops": [crop]}
 
 
 @cache
@@ -200,11 +171,6 @@ def _lpips() -> Callable[[Tensor, Tensor], Tensor]:
         net="alex", variant="shift_tolerant", verbose=False
     )
     return made
-
-
-def _to_lpips(pictures: Tensor) -> Tensor:
-    """Pixels from -1 to 1."""
-    return pictures * 2 - 1
 
 
 def _frames(pictures: Tensor) -> Tensor:

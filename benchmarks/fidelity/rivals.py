@@ -12,7 +12,7 @@ from comfy.patcher_extension import WrapperExecutor, WrappersMP
 from comfy_extras.nodes_easycache import EasyCacheNode, LazyCacheNode
 from torch import Tensor
 
-from benchmarks.speed.methods import Patch, node
+from benchmarks.patches import Patch, node
 
 DAMPING = 0.7
 """The share of the change that a forecast takes over."""
@@ -64,8 +64,8 @@ def is_evaluated(step: int, steps: int, every: int | None = None) -> bool:
 def forecast(every: int | None = None) -> Patch:
     """Replace some steps by a straight line in the logarithm of signal to noise.
 
-    The line goes through the guided, denoised latents of the last two steps in which the model
-    ran. The sampler must evaluate once per step.
+    The line goes through the guided, denoised latents of the last two steps that the model ran.
+    The sampler must evaluate once per step.
     """
 
     def patch(model: ModelPatcher) -> ModelPatcher:

@@ -95,7 +95,7 @@ LONG_AXES = ("sampler", "situation", "schedule")
 
 
 def graphs(is_quick: bool) -> list[Graph]:
-    """Those of the table on the exact denoiser."""
+    """The graphs of the table on the exact denoiser."""
     apart = LONG_AXES if is_quick else ()
     others = [sampler for sampler in SAMPLERS if sampler not in PAIRED]
     return [
@@ -111,7 +111,7 @@ def _graph(schedule: tuple[str, float | None], **others: Any) -> Graph:
 
 
 def trained_graphs(is_quick: bool) -> list[Graph]:
-    """Those on trained models: where forecasts did harm once, and the plain graphs beside."""
+    """Graphs on trained models: where forecasts did harm once, and the plain graphs beside."""
     asked: list[tuple[int, float, str, str]] = [
         *((steps, scale, "plain", "euler") for steps in (8, 10, 20) for scale in (3.0, 5.0, 7.0)),
         *((steps, 6.0, "prompts in two calls", "euler") for steps in (8, 10)),

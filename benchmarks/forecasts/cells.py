@@ -33,10 +33,10 @@ _MANY = 2**20
 """More tokens than anything here has."""
 
 SEEDS = (1, 2, 3, 4)
-"""Those of samplers that add noise; others have the first only."""
+"""The seeds of samplers that add noise; others have the first only."""
 
 _CHURN = {"s_churn": 1.0, "s_tmax": 0.9}
-"""What makes a sampler such as that of Euler add noise in each step."""
+"""What makes a sampler such as Euler's add noise in each step."""
 
 _ADD_NOISE = ("ancestral", "sde", "ddpm", "lcm", "seeds", "sa_solver", "s_churn")
 """Parts of the names of samplers that add noise."""
@@ -45,7 +45,7 @@ SAMPLERS = (
     *comfy.samplers.SAMPLER_NAMES,
     *(f"{name}, s_churn" for name in ("euler", "heun", "dpm_2", "heunpp2")),
 )
-"""The host's samplers, and those that take it with churn."""
+"""The host's samplers, and some with churn."""
 
 _NOTHING = re.compile(r"\[ToMe\] nothing (was forecast|merged|was merged or forecast): ")
 
@@ -63,7 +63,7 @@ class Graph:
         negative: whether the negative prompt says anything.
         situation: the name of what else there is in it.
         scheduler: its name.
-        shift: that of the noise levels; None for that of the model.
+        shift: of the noise levels; None for the model's own.
         on: the name of what runs, see :mod:`benchmarks.forecasts.subjects`.
     """
 
@@ -78,7 +78,7 @@ class Graph:
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        """Those that a mean is taken over."""
+        """The seeds of the runs whose mean counts."""
         return SEEDS if any(part in self.sampler for part in _ADD_NOISE) else SEEDS[:1]
 
     @property
@@ -206,7 +206,7 @@ def run(graph: Graph, seed: int, with_ours: bool = False, steps: int | None = No
 
     Args:
         graph: the graph.
-        seed: that of all noise.
+        seed: of all noise.
         with_ours: whether our node is in it.
         steps: a number of steps instead of its own.
     """
@@ -252,7 +252,7 @@ def _ours(model: ModelPatcher) -> ModelPatcher:
 
 
 class _Counter:
-    """Counts steps in which the network is evaluated, and lets memory be short in some.
+    """Counts the steps that evaluate the network, and lets memory be short in some.
 
     Attributes:
         evaluated: how many there were.
@@ -288,7 +288,7 @@ class _Counter:
 
     @contextmanager
     def memory(self) -> Iterator[None]:
-        """Let memory be short in the steps in which it is in the situation."""
+        """Let memory be short in the steps that the situation names."""
         free = ModelPatcher.get_free_memory
 
         def left(patcher: ModelPatcher, device: torch.device) -> Any:

@@ -1,6 +1,6 @@
-"""An exact denoiser in place of a network, by which right and wrong are told without training.
+"""An exact denoiser in place of a network: it tells right from wrong without training.
 
-Pictures are normal around a mean that depends on the prompt, with a spectrum like that of photos.
+Pictures are normal around a mean that depends on the prompt, with a spectrum like photos have.
 The best guess of such a picture under noise is Wiener's filter.
 """
 
@@ -26,7 +26,7 @@ _WEAKENED = 0.7
 """The share of the mean that is left where a node of guidance weakens the network."""
 
 _BY_WEIGHTS, _BY_CONTROL = 1, 2
-"""The seeds of the means by which weights and a ControlNet move that of the prompt."""
+"""The seeds of what weights and a ControlNet add to the mean of the prompt."""
 
 
 @cache
@@ -54,7 +54,7 @@ def denoised(
         latent: ``(1 - noise)`` times the picture and ``noise`` times normal noise.
         centre: the mean of such pictures.
         noise: the noise level, from 0 to 1.
-        variance: that of such pictures around their mean, over all frequencies.
+        variance: of such pictures around their mean, over all frequencies.
         power: how fast it falls with the frequency.
     """
     share = 1 - noise
@@ -105,7 +105,7 @@ class Denoiser:
         # Without a prompt, what prompts change is among the deviations.
         is_any = (prompts == 0).flatten(1).all(1).reshape(-1, *[1] * (latent.ndim - 1))
         variance = _VARIANCE * (1 + _CONTRAST**2 * is_any)
-        # No transformer of the host reads the other kinds, such as that of PAG.
+        # No transformer of the host reads the other kinds, such as PAG's.
         if options.get("patches_replace", {}).get("dit"):
             return denoised(latent, _WEAKENED * centres, noise, variance, power=2.5)
         return denoised(latent, centres, noise, variance)
@@ -122,7 +122,7 @@ class Denoiser:
 
 
 def instead_of_network(model: ModelPatcher, denoiser: Denoiser) -> ModelPatcher:
-    """A clone of a model in which a denoiser answers, inside of the wrappers it has so far."""
+    """A clone of a model where a denoiser answers, inside the wrappers it has so far."""
     clone = model.clone()
     clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "denoiser", denoiser.answer)
     return clone

@@ -17,7 +17,7 @@ _INTRODUCTION = f"""\
 Each cell is a graph of ComfyUI's nodes without ours, with ours, and without ours in as many steps
 as ours evaluated, or the next fewer. The number is the change of the result by ours over the
 largest that is allowed: {MOST} times the change by fewer steps, or {NOTHING}. Samplers that add
-noise have the mean of {len(SEEDS)} seeds. Where nothing was forecast, the result is that of the
+noise have the mean of {len(SEEDS)} seeds. Where nothing was forecast, the result equals the
 graph without ours bit for bit, and the log says why. [FIDELITY](../FIDELITY.md) says more."""
 
 

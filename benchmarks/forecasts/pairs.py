@@ -1,4 +1,4 @@
-"""Few combinations of values in which each pair occurs."""
+"""A few combinations of values that have each pair."""
 
 from collections import Counter
 from collections.abc import Collection, Hashable, Mapping, Sequence
@@ -10,7 +10,7 @@ Axes = Mapping[str, Sequence[Hashable]]
 
 
 def cover(axes: Axes, apart: Collection[str] = ()) -> list[dict[str, Any]]:
-    """Combinations of one value of each axis, in which each pair of values of two axes occurs.
+    """Combinations of one value of each axis that have each pair of values of two axes.
 
     Each combination begins with a pair that is missing, of the two axes that miss most. The value
     of each further axis is the one that adds most pairs, and of those the one used least.

@@ -1,4 +1,4 @@
-"""The situations in which a run may be: other nodes, prompts, passes and samplers.
+"""The situations of a run: other nodes, prompts, passes and samplers.
 
 All nodes are ComfyUI's own. Where it has none, the few lines here do what is meant.
 """
@@ -36,30 +36,10 @@ from comfy_extras.nodes_tcfg import TCFG
 from torch import Tensor
 
 from benchmarks.forecasts.subjects import Prompt, Subject
+from benchmarks.patches import Patch, node
 
-Patch = Callable[[ModelPatcher], ModelPatcher]
 Prompts = tuple[Prompt, Prompt]
 """The positive and the negative one."""
-
-
-def _unchanged(model: ModelPatcher) -> ModelPatcher:
-    return model
-
-
-def _two_prompts(subject: Subject) -> Prompts:
-    return subject.positive, subject.negative
-
-
-def _one_pass(sigmas: Tensor) -> Sequence[Tensor]:
-    return (sigmas,)
-
-
-def _same_sampler(sampler: KSAMPLER) -> KSAMPLER:
-    return sampler
-
-
-def _enough_memory(step: int) -> bool:
-    return False
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,29 +61,16 @@ class Situation:
     """
 
     name: str
-    patch: Patch = _unchanged
+    patch: Patch = lambda model: model
     is_last: bool = False
-    prompts: Callable[[Subject], Prompts] = _two_prompts
-    passes: Callable[[Tensor], Sequence[Tensor]] = _one_pass
-    wrap: Callable[[KSAMPLER], KSAMPLER] = _same_sampler
-    is_short: Callable[[int], bool] = _enough_memory
+    prompts: Callable[[Subject], Prompts] = lambda subject: (subject.positive, subject.negative)
+    passes: Callable[[Tensor], Sequence[Tensor]] = lambda sigmas: (sigmas,)
+    wrap: Callable[[KSAMPLER], KSAMPLER] = lambda sampler: sampler
+    is_short: Callable[[int], bool] = lambda step: False
     is_video: bool = False
     batch: int = 1
     begins: bool = False
     masked: bool = False
-
-
-def _made(node: Any, **inputs: Any) -> Patch:
-    """What a node of ComfyUI makes of a model."""
-
-    def patch(model: ModelPatcher) -> ModelPatcher:
-        if hasattr(node, "FUNCTION"):
-            made: ModelPatcher = getattr(node(), node.FUNCTION)(model, **inputs)[0]
-        else:
-            made = node.execute(model, **inputs).args[0]
-        return made
-
-    return patch
 
 
 def extended(prompt: Prompt, **extras: Any) -> Prompt:
@@ -231,7 +198,7 @@ def _windows(kind: str, **inputs: Any) -> Situation:
         "causal_window_fix": False,
     }
     name = " ".join(["windows", kind, *inputs])
-    return Situation(name, _made(ContextWindowsManualNode, **given | inputs), is_video=True)
+    return Situation(name, node(ContextWindowsManualNode, **given | inputs), is_video=True)
 
 
 def _in_both_orders(name: str, patch: Patch) -> tuple[Situation, Situation]:
@@ -239,19 +206,19 @@ def _in_both_orders(name: str, patch: Patch) -> tuple[Situation, Situation]:
     return first, replace(first, name=f"{name} after ours", is_last=True)
 
 
-def _cache(node: Any) -> Patch:
+def _cache(kind: Any) -> Patch:
     span = {"start_percent": 0.15, "end_percent": 0.95}
-    return _made(node, reuse_threshold=0.2, **span, verbose=False)
+    return node(kind, reuse_threshold=0.2, **span, verbose=False)
 
 
 def _skipping(start: float, end: float) -> Situation:
     layers = {"double_layers": "0", "single_layers": "1", "scale": 3.0}
-    patch = _made(SkipLayerGuidanceDiT, **layers, start_percent=start, end_percent=end)
+    patch = node(SkipLayerGuidanceDiT, **layers, start_percent=start, end_percent=end)
     return Situation(f"SkipLayerGuidance {start:g} to {end:g}", patch)
 
 
 def _adapter(start: float, end: float, can_be_read: bool = True) -> Situation:
-    """More tokens for attention to text in a range of steps, as IP-Adapter adds those of a picture.
+    """More tokens for attention to text in a range of steps, as IP-Adapter adds a picture's.
 
     ``can_be_read`` tells whether the function keeps the noise levels at which the range begins and
     ends, as nodes of the kind do.
@@ -269,7 +236,7 @@ def _adapter(start: float, end: float, can_be_read: bool = True) -> Situation:
 
 
 class _Adapter:
-    """Adds the same tokens to those of each prompt, between two noise levels."""
+    """Adds the same tokens to each prompt, between two noise levels."""
 
     def __init__(self, levels: Any):
         self.levels = levels
@@ -289,8 +256,8 @@ class _Adapter:
 def _deep_shrink(end: float) -> Situation:
     inputs = {"block_number": 1, "downscale_factor": 2.0, "downscale_after_skip": True}
     methods = {"downscale_method": "bicubic", "upscale_method": "bicubic"}
-    node = _made(PatchModelAddDownscale, **inputs, start_percent=0.0, end_percent=end, **methods)
-    return Situation(f"Deep Shrink 0 to {end:g}", node)
+    patch = node(PatchModelAddDownscale, **inputs, start_percent=0.0, end_percent=end, **methods)
+    return Situation(f"Deep Shrink 0 to {end:g}", patch)
 
 
 def _second_prompt(start: float, end: float) -> Situation:
@@ -302,24 +269,24 @@ def _control(start: float, end: float) -> Situation:
     return Situation(f"ControlNet {start:g} to {end:g}", prompts=partial(_controlled, start, end))
 
 
-_override = _made(CFGOverride, cfg=1.0, start_percent=0.2, end_percent=0.8)
+_override = node(CFGOverride, cfg=1.0, start_percent=0.2, end_percent=0.8)
 
 _ALL = (
     Situation("plain"),
     _second_prompt(0.2, 0.8),
     _second_prompt(0.0, 0.5),
     *_in_both_orders("CFGOverride 0.2 to 0.8", _override),
-    Situation("CFGZeroStar", _made(CFGZeroStar)),
-    Situation("CFGNorm", _made(CFGNorm, strength=1.0)),
-    Situation("CFGNorm before guidance", _made(CFGNorm, strength=1.0, pre_cfg=True)),
-    Situation("APG", _made(APG, eta=1.0, norm_threshold=5.0, momentum=0.0)),
-    Situation("APG with momentum", _made(APG, eta=0.0, norm_threshold=15.0, momentum=-0.5)),
-    Situation("RescaleCFG", _made(RescaleCFG, multiplier=0.7)),
-    Situation("TCFG", _made(TCFG)),
+    Situation("CFGZeroStar", node(CFGZeroStar)),
+    Situation("CFGNorm", node(CFGNorm, strength=1.0)),
+    Situation("CFGNorm before guidance", node(CFGNorm, strength=1.0, pre_cfg=True)),
+    Situation("APG", node(APG, eta=1.0, norm_threshold=5.0, momentum=0.0)),
+    Situation("APG with momentum", node(APG, eta=0.0, norm_threshold=15.0, momentum=-0.5)),
+    Situation("RescaleCFG", node(RescaleCFG, multiplier=0.7)),
+    Situation("TCFG", node(TCFG)),
     _skipping(0.01, 0.15),
     _skipping(0.2, 0.6),
-    Situation("PAG", _made(PerturbedAttentionGuidance, scale=3.0)),
-    Situation("NAG", _made(NAGuidance, nag_scale=5.0, nag_alpha=0.5, nag_tau=1.5)),
+    Situation("PAG", node(PerturbedAttentionGuidance, scale=3.0)),
+    Situation("NAG", node(NAGuidance, nag_scale=5.0, nag_alpha=0.5, nag_tau=1.5)),
     Situation("prompts in two calls", prompts=_in_two_calls),
     Situation("batch that splits and joins", is_short=lambda step: step % 3 == 1, batch=2),
     _windows("standard_static"),
@@ -333,7 +300,7 @@ _ALL = (
     Situation("inpainting", begins=True, masked=True),
     Situation(
         "DifferentialDiffusion",
-        _made(DifferentialDiffusion, strength=1.0),
+        node(DifferentialDiffusion, strength=1.0),
         begins=True,
         masked=True,
     ),

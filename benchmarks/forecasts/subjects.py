@@ -28,7 +28,7 @@ class Subject:
 
     Attributes:
         model: the plain model.
-        shape: that of its latents.
+        shape: of its latents.
         picture: a latent to begin with, if a run begins with a picture.
         positive, negative, other: three prompts.
         short: the negative prompt in fewer tokens, so that it cannot share a call with the others.
@@ -58,23 +58,17 @@ FLOW, UNET, TRAINED_FLOW, TRAINED_UNET = "flow", "UNet", "trained flow", "traine
 @cache
 def of_name(name: str, is_video: bool = False) -> Subject:
     """A subject by its name; videos are of a flow."""
-    made = {UNET: unet_pictures, TRAINED_FLOW: trained_flow, TRAINED_UNET: trained_unet}
-    return made.get(name, videos if is_video else pictures)()
-
-
-def pictures() -> Subject:
-    """Pictures of a tiny Flux."""
+    if name == TRAINED_FLOW:
+        return trained_flow()
+    if name == TRAINED_UNET:
+        return trained_unet()
+    if name == UNET:
+        # Too small to merge.
+        return _exact(UNETS["sdxl"], 16, "time_embed.0.weight")
+    if is_video:
+        # Long enough for context windows.
+        return _exact(replace(TINY["wan21"], frames=24), 4, "blocks.0.self_attn.q.weight")
     return _exact(TINY["flux"], 16, "double_blocks.0.img_attn.qkv.weight")
-
-
-def videos() -> Subject:
-    """Videos of a tiny Wan, long enough for context windows."""
-    return _exact(replace(TINY["wan21"], frames=24), 4, "blocks.0.self_attn.q.weight")
-
-
-def unet_pictures() -> Subject:
-    """Pictures of a tiny SDXL, too small to merge."""
-    return _exact(UNETS["sdxl"], 16, "time_embed.0.weight")
 
 
 def _exact(tiny: Tiny, side: int, weight: str) -> Subject:
@@ -102,9 +96,9 @@ def _exact(tiny: Tiny, side: int, weight: str) -> Subject:
 
 
 def trained_flow() -> Subject:
-    """The trained Flux, whose differences are those of pixels from 0 to 1."""
+    """The trained Flux; differences are of pixels from 0 to 1."""
     judge = SceneJudge(steps=8, pictures=2)
-    empty, prompts, _ = judge.batch(0)
+    empty, prompts, _ = judge.batch()
     first, other = prompts.split(1)
     tokens = (LATENT_SIDE // PATCH) ** 2
     hint = torch.randn(1, tokens, FLUX["hidden_size"], generator=torch.Generator().manual_seed(7))
@@ -128,7 +122,7 @@ _UNET_PHOTOS = (0, 1, 3, 4)
 
 
 def trained_unet() -> Subject:
-    """The trained UNet: four pictures at a time, whose differences are those of pixels.
+    """The trained UNet, which paints four pictures at a time; differences are of pixels.
 
     Their side is half of what it was trained on, which takes a seventh of the time.
     """

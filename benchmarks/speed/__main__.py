@@ -28,7 +28,6 @@ MODELS = ("sd15", "sdxl")
 
 
 def main() -> int:
-    """Run the command line."""
     arguments = _arguments()
     record = Record(arguments.name, "bench", RESULTS, arguments.minutes)
     quick = arguments.quick

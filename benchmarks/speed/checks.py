@@ -21,7 +21,7 @@ class WrongOutput(ValueError):
 
 
 def difference(actual: Tensor, expected: Tensor) -> float:
-    """Norm of the difference divided by that of ``expected``; raises if it is not finite."""
+    """Norm of the difference over the norm of ``expected``; raises if it is not finite."""
     if actual.shape != expected.shape:
         raise WrongOutput(f"its output is {tuple(actual.shape)}, not {tuple(expected.shape)}")
     if not actual.isfinite().all():

@@ -4,13 +4,14 @@ A compiler takes a minute and more for each, so each has a process of its own: a
 side, then run in turn.
 """
 
+import multiprocessing
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from multiprocessing.connection import wait
+from multiprocessing.pool import Pool
 from typing import Any, NamedTuple
 
 import comfy.model_management
@@ -19,12 +20,12 @@ import torch._inductor.config
 from comfy_api.torch_helpers import set_torch_compile_wrapper
 from torch._dynamo.utils import counters
 
+from benchmarks import host
 from benchmarks.rounds import interleaved
 from benchmarks.speed import checks, figures
 from benchmarks.speed.measure import Subject, launches, merged_blocks, merged_in_words
 from benchmarks.speed.models import REDUCED, SHAPES, load
 from benchmarks.speed.record import Record, say
-from benchmarks.speed.remote import Remote, RemoteError
 from tome_nodes.comfyui.attachment import attach
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.presets import settings_of
@@ -69,6 +70,9 @@ DRY_CASES = (Case("sd15", 224, methods=("unpatched", "balanced"), modes=("compil
 SECONDS = 15.0
 """How long the rounds of a case may take beyond the least number."""
 
+_MOST_SECONDS = 60.0
+"""How long an answer of a process may take."""
+
 
 class _Way(NamedTuple):
     """What one process compiles."""
@@ -90,13 +94,7 @@ def run(record: Record, cases: Sequence[Case]) -> int:
     ways = [
         _Way(case, *way) for case in reversed(cases) for way in product(case.methods, case.modes)
     ]
-    workers = {
-        way: Remote(
-            *(record.device.type, __name__, Compiled.__name__),
-            *(way.case.model, way.case.is_small, way.case.size, way.method, MODES[way.mode]),
-        )
-        for way in ways
-    }
+    workers = {way: process_on(record.device.type) for way in ways}
     try:
         ready = _ready(record, workers, cases)
         for case in cases:
@@ -109,8 +107,13 @@ def run(record: Record, cases: Sequence[Case]) -> int:
                 say("\n" + figures.table_of_modes(row) + "\n")
     finally:
         for worker in workers.values():
-            worker.end()
+            worker.terminate()
     return record.finish(goals(result["compiled"]))
+
+
+def process_on(device: str) -> Pool:
+    """A process of its own, which knows its device before it imports any part of ComfyUI."""
+    return multiprocessing.get_context("spawn").Pool(1, host.use, (device,))
 
 
 def goals(rows: Sequence[figures.Run]) -> dict[str, Any]:
@@ -127,45 +130,49 @@ def goals(rows: Sequence[figures.Run]) -> dict[str, Any]:
     return reached
 
 
-def _ready(record: Record, workers: dict[_Way, Remote], cases: Sequence[Case]) -> list[_Way]:
-    """Wait for those that compile in time, and tell of the others."""
+def _ready(record: Record, workers: Mapping[_Way, Pool], cases: Sequence[Case]) -> list[_Way]:
+    """Wait for those that compile in time, end the others, and tell of both."""
     began = time.monotonic()
-    waiting: dict[Any, _Way] = {worker.connection: way for way, worker in workers.items()}
     ready = []
-    needed = SECONDS * len(cases)
-    while waiting and record.left > needed:
-        answered = wait(list(waiting), timeout=1.0)
-        for connection in answered:
-            way = waiting.pop(connection)
+    waiting = {way: worker.apply_async(answer, (way, "count")) for way, worker in workers.items()}
+    while waiting and record.left > SECONDS * len(cases):
+        time.sleep(0.5)
+        for way in [way for way, compiled in waiting.items() if compiled.ready()]:
             try:
-                workers[way].answer()
-            except RemoteError as error:
+                waiting.pop(way).get()
+            except Exception as error:
                 record.result["failed"][way.name] = str(error)
                 say(f"FAILED: {way.name}: {error}")
             else:
                 ready.append(way)
                 say(f"{way.name}: compiled after {time.monotonic() - began:.0f} s")
-    for way in waiting.values():
-        workers[way].end()
+    for way in waiting:
+        workers[way].terminate()
         record.result["left_out"].append(way.name)
     record.write()
     return [way for way in workers if way in ready]
 
 
-def _measure(record: Record, case: Case, workers: dict[_Way, Remote]) -> dict[str, Any]:
+def _measure(record: Record, case: Case, workers: Mapping[_Way, Pool]) -> dict[str, Any]:
     """Look at each, then time all of a case in turn."""
+
+    def ask(way: _Way, question: str, *arguments: Any) -> Any:
+        # A process that was killed would never answer.
+        asked = workers[way].apply_async(answer, (way, question, *arguments))
+        return asked.get(_MOST_SECONDS)
+
     ways: dict[str, dict[str, Any]] = {}
     runs = {}
-    for way, worker in workers.items():
+    for way in workers:
         for mode in ("eager", way.mode) if way.mode == "compiled" else (way.mode,):
             name = f"{way.method}, {mode}"
             is_compiled = mode != "eager"
-            ways[name] = {"method": way.method, "mode": mode, **worker.ask("look", is_compiled)}
-            runs[name] = partial(worker.ask, "time", is_compiled)
+            ways[name] = {"method": way.method, "mode": mode, **ask(way, "look", is_compiled)}
+            runs[name] = partial(ask, way, "time", is_compiled)
     least, most = ROUNDS
     seconds = interleaved(runs, most, record.pace(least, SECONDS))
-    for way, worker in workers.items():
-        ways[f"{way.method}, {way.mode}"] |= worker.ask("count")
+    for way in workers:
+        ways[f"{way.method}, {way.mode}"] |= ask(way, "count")
     return {
         "model": case.model,
         "note": (REDUCED if case.is_small else SHAPES)[case.model].note,
@@ -183,19 +190,19 @@ class Compiled:
     """A model with and without its compiler."""
 
     @torch.no_grad()
-    def __init__(self, name: str, is_small: bool, size: int, method: str, mode: str | None):
+    def __init__(self, way: _Way):
         device = comfy.model_management.get_torch_device()
         # Otherwise each process would compile in as many more as there are CPUs.
         torch._inductor.config.compile_threads = 1
-        shape = (REDUCED if is_small else SHAPES)[name]
-        self._subject = Subject(load(shape, device), shape.context_channels, size)
+        shape = (REDUCED if way.case.is_small else SHAPES)[way.case.model]
+        self._subject = Subject(load(shape, device), shape.context_channels, way.case.size)
         model = self._subject.model
-        if method != "unpatched":
-            model = attach(model, ToMeConfig(**settings_of(method, {})))
+        if way.method != "unpatched":
+            model = attach(model, ToMeConfig(**settings_of(way.method, {})))
         compiled = model.clone()
         # For a CPU, inductor would take minutes.
         backend = "inductor" if device.type == "cuda" else "eager"
-        set_torch_compile_wrapper(compiled, backend=backend, mode=mode)
+        set_torch_compile_wrapper(compiled, backend=backend, mode=MODES[way.mode])
         self._models = model, compiled
         first = [nullcontext()] * (_FIRST_EVALUATIONS if device.type == "cuda" else 1)
         self._eager = self._subject.run(model, *first)
@@ -224,3 +231,21 @@ class Compiled:
         graphs = counters["stats"]["unique_graphs"]
         breaks = sum(counters["graph_break"].values())
         return {"graphs": self._graphs, "breaks": breaks, "recompiles": graphs - self._graphs}
+
+
+_made: dict[_Way, Compiled] = {}
+"""What this process has compiled."""
+
+
+def answer(way: _Way, question: str, *arguments: Any) -> Any:
+    """Call a method of what this process compiles, which it does first.
+
+    Raises:
+        RuntimeError: if that fails. Other errors may not survive the way between two processes.
+    """
+    try:
+        if way not in _made:
+            _made[way] = Compiled(way)
+        return getattr(_made[way], question)(*arguments)
+    except Exception as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}".splitlines()[0]) from None

@@ -10,6 +10,9 @@ from typing import Any
 Run = Mapping[str, Any]
 """The comparison of one model at one size and batch."""
 
+WEBP: dict[str, Any] = {"quality": 75, "method": 6}
+"""How pictures are saved, so that they are small enough for a repository."""
+
 WORTH_SAVING = 0.05
 """If the ideal saves a smaller share of the time, efficiency is mostly noise."""
 
@@ -44,34 +47,6 @@ def efficiency(run: Run, name: str) -> float | None:
         return None
     saved = 1 - share_of_time(run, ideal)
     return (1 - share_of_time(run, name)) / saved if saved >= WORTH_SAVING else None
-
-
-def best_of_ours(run: Run) -> str | None:
-    """Our fastest method among those that have an ideal."""
-    rows = run["methods"]
-    own = [name for name in rows if rows[name]["family"] == "ours" and rows[name]["ideal"] in rows]
-    return min(own, key=lambda name: share_of_time(run, name), default=None)
-
-
-def worst_case(runs: Sequence[Run]) -> dict[str, float]:
-    """The worst case over all runs, with our best scope in each; omits what was not measured."""
-    reached: dict[str, list[float]] = {}
-    for run in runs:
-        best = best_of_ours(run)
-        if best is None:
-            continue
-        gain = speed_up(run, best)
-        row = {"efficiency": efficiency(run, best), "vs_unpatched": gain}
-        for peer in ("tomesd", "core"):
-            own = [speed_up(run, name) for name in run["methods"] if name.startswith(peer)]
-            row[f"vs_{peer}"] = gain / max(own) if own else None
-        row["launches"] = run["methods"][best].get("launches_per_block")
-        for name, value in row.items():
-            if value is not None:
-                reached.setdefault(name, []).append(value)
-    return {
-        name: max(values) if name == "launches" else min(values) for name, values in reached.items()
-    }
 
 
 def joined(parts: Sequence[str]) -> str:

@@ -16,7 +16,6 @@ MINUTES = 8.5
 
 
 def main() -> int:
-    """Run the command line."""
     arguments = _arguments()
     import torch
 

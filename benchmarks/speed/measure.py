@@ -28,7 +28,7 @@ class Subject:
     def __init__(self, model: ModelPatcher, context_channels: int, size: int, pictures: int = 1):
         self.device = model.load_device
         self.model = model.clone()
-        # This wrapper comes first, so those of the methods are inside it.
+        # This wrapper comes first, so the wrappers of the methods are inside.
         self.model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "benchmark", self._evaluation)
         self._instruments: list[Instrument] = []
         self._outputs: list[Tensor] = []

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from benchmarks.lossless import lossless
+from benchmarks.patches import Patch, node
 from tome_nodes.comfyui.attachment import attach
 from tome_nodes.ops import TORCH, Operations
 from tome_nodes.patching.engine import MakeStrategy
@@ -25,9 +26,6 @@ from tome_nodes.settings.presets import settings_of
 from tome_nodes.strategies import make_strategy
 from tome_nodes.strategies.plan import Grid, Plan
 from tome_nodes.strategies.strategy import Strategy
-
-Patch = Callable[[ModelPatcher], ModelPatcher]
-"""Makes a patched clone of a model."""
 
 ALWAYS: dict[str, Any] = {"min_tokens": 1}
 """Settings that merge maps of any size."""
@@ -39,17 +37,11 @@ ONCE: dict[str, Any] = {"proportional_attn": False}
 """Settings under which a merged key counts once, as others published it."""
 
 
-def node(kind: Any, **inputs: Any) -> Patch:
-    """What a node of ComfyUI does to a model, given the class of the node."""
-    return lambda model: kind.EXECUTE_NORMALIZED(model=model, **inputs)[0]
-
-
 class Method(NamedTuple):
     """A method to measure.
 
     Attributes:
         name: its name in the tables.
-        family: ``ideal``, ``peer`` or ``ours``.
         patch: makes a clone that runs it.
         lossless: the same with lossless plans, or with settings that change nothing.
         ideal: name of the ideal that runs the same modules on merged tokens, if any.
@@ -57,7 +49,6 @@ class Method(NamedTuple):
     """
 
     name: str
-    family: str
     patch: Patch
     lossless: Patch
     ideal: str | None = None
@@ -66,7 +57,6 @@ class Method(NamedTuple):
 
 def on_host(
     name: str,
-    family: str,
     config: ToMeConfig,
     make_strategy: MakeStrategy = make_strategy,
     ideal: str | None = None,
@@ -75,11 +65,11 @@ def on_host(
     always = replace(config, **AS_GIVEN)
     patch = partial(attach, config=config, make_strategy=make_strategy)
     same = partial(attach, config=always, make_strategy=lossless(make_strategy))
-    return Method(name, family, patch, same, ideal, (always, make_strategy))
+    return Method(name, patch, same, ideal, (always, make_strategy))
 
 
 def cudnn_first(method: Method) -> Method:
-    """A method with an order of PyTorch's attentions in which cuDNN's comes first, on a GPU.
+    """A method where PyTorch tries cuDNN's attention first, on a GPU.
 
     The host asks for flash attention first, which takes twice as long on some cards.
     """
@@ -195,30 +185,30 @@ def methods(ratio: float, max_downsample: int | str, device: torch.device) -> li
 
     def ideal(scope: str, config: dict[str, Any]) -> Method:
         name = f"ideal {scope}"
-        return on_host(name, "ideal", ToMeConfig(**config), IdealStrategy, name)
+        return on_host(name, ToMeConfig(**config), IdealStrategy, name)
 
     def window(scope: str) -> Method:
         settings = levels | ALWAYS | scopes[scope] | fastest
         config = ToMeConfig(strategy="window", **settings)
-        return on_host(f"ours window {scope}", "ours", config, ideal=f"ideal {scope}")
+        return on_host(f"ours window {scope}", config, ideal=f"ideal {scope}")
 
     def preset(name: str) -> Method:
-        return on_host(f"preset {name}", "ours", ToMeConfig(**settings_of(name, {})))
+        return on_host(f"preset {name}", ToMeConfig(**settings_of(name, {})))
 
     core, idle = (node(TomePatchModel, ratio=share) for share in (ratio, 0.0))
     tiles = {"swap_size": 2, "max_depth": 0, "scale_depth": False}
     # One tile as large as the picture changes nothing.
     tiled, untiled = (node(HyperTile, tile_size=side, **tiles) for side in (256, 2048))
     presets = [preset("balanced"), preset("fast")]
-    plain = Method("unpatched", "peer", lambda model: model, lambda model: model)
+    plain = Method("unpatched", lambda model: model, lambda model: model)
     todo = ToMeConfig(**peers | keys | {"ratio": 0.75})
     return [
         ideal("k,v", ALWAYS | ONCE | keys | {"ratio": ratio}),
         *(ideal(scope, peers | settings) for scope, settings in scopes.items()),
-        Method("core TomePatchModel", "peer", core, idle),
-        on_host("tomesd attn", "peer", ToMeConfig(**peers), TomesdStrategy, "ideal attn"),
-        on_host("ToDo", "peer", todo, ToDoStrategy),
-        Method("HyperTile", "peer", tiled, untiled),
+        Method("core TomePatchModel", core, idle),
+        on_host("tomesd attn", ToMeConfig(**peers), TomesdStrategy, "ideal attn"),
+        on_host("ToDo", todo, ToDoStrategy),
+        Method("HyperTile", tiled, untiled),
         *map(window, scopes),
         *presets,
         *(map(cudnn_first, (plain, *presets)) if is_on_gpu else ()),

@@ -87,8 +87,8 @@ def repeated(block: nn.Module, layers: int) -> nn.ModuleList:
     """A stack of this many blocks, which share the weights of one.
 
     A model of published depth is then built quickly. An evaluation does all the work of the full
-    model. It reads the weights as often, and those of a block, 83 MB and more, are too large for
-    most caches to keep until the next block.
+    model. It reads the weights as often, and a block has 83 MB of them or more, too much for most
+    caches to keep until the next block.
     """
     shared = {id(weight): weight for weight in [*block.parameters(), *block.buffers()]}
     copies = [copy.deepcopy(block, dict(shared)) for _ in range(layers - 1)]

@@ -144,13 +144,10 @@ def gpu() -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(0)
     return {
         "capability": f"{properties.major}.{properties.minor}",
-        "bytes": properties.total_memory,
         "multiprocessors": properties.multi_processor_count,
         "cuda": torch.version.cuda,
-        "hip": torch.version.hip,
         "cudnn": torch.backends.cudnn.version(),
         "triton": triton.__version__,
-        "flash": torch.backends.cuda.is_flash_attention_available(),
     }
 
 

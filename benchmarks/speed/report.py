@@ -15,7 +15,6 @@ Result = Mapping[str, Any]
 
 
 def main() -> int:
-    """Run the command line."""
     parser = argparse.ArgumentParser(prog="dev.py bench --report", description=__doc__)
     parser.add_argument(
         "folder", nargs="?", type=Path, default=RESULTS, help="of gpu-2.json to gpu-4.json"
@@ -37,16 +36,22 @@ def main() -> int:
 
 def page(results: Mapping[int, Result]) -> str:
     """A page of the results from a GPU, by the number of their command."""
-    parts = ["# On a GPU", readme(results)]
-    for result in results.values():
-        parts += section(result)
-    return figures.joined(parts)
+    sections = [part for result in results.values() for part in section(result)]
+    return figures.joined(["# On a GPU", readme(results), *sections])
 
 
 def section(result: Result) -> list[str]:
     """Everything in a result, whichever command made it."""
     parts = [f"## `{result['command']}`", source(result)]
-    parts += [*unets(result), *transformers(result), *compiled(result)]
+    for run in result.get("runs", []):
+        parts += [f"### {figures.title(run)}", figures.table(run)]
+        parts += [f"Not timed: {name}: {why}" for name, why in run["refused"].items()]
+    for run in result.get("whole_runs", []):
+        about = f"{run['name']}, {run['size']}, {run['steps']} steps of euler, {run['dtype']}"
+        layers = f"In the host's sampler, with {run['layers']} blocks that share their weights."
+        parts += [f"### A run of {about}", layers, table_of_run(run)]
+    for run in result.get("compiled", []):
+        parts += [f"### {figures.model_and_size(run)}, compiled", figures.table_of_modes(run)]
     parts += [f"Failed: {name}: {why}" for name, why in result["failed"].items()]
     if result["left_out"]:
         parts.append(f"No time for: {'; '.join(result['left_out'])}.")
@@ -109,36 +114,6 @@ def _faster(run: figures.Run, names: Sequence[str], unit: int = 1) -> list[str]:
         f"{unit * seconds:.{1 if unit > 1 else 2}f}",
         *(f"{figures.speed_up(run, name):.2f}" if name in methods else "" for name in names),
     ]
-
-
-def unets(result: Result) -> Sequence[str]:
-    """The tables of comparisons."""
-    parts = []
-    for run in result.get("runs", []):
-        parts += [f"### {figures.title(run)}", figures.table(run)]
-        parts += [f"Not timed: {name}: {why}" for name, why in run["refused"].items()]
-    return parts
-
-
-def transformers(result: Result) -> Sequence[str]:
-    """The tables of whole runs."""
-    parts = []
-    for row in result.get("whole_runs", []):
-        about = f"{row['name']}, {row['size']}, {row['steps']} steps of euler, {row['dtype']}"
-        parts += [
-            f"### A run of {about}",
-            f"In the host's sampler, with {row['layers']} blocks that share their weights.",
-            table_of_run(row),
-        ]
-    return parts
-
-
-def compiled(result: Result) -> Sequence[str]:
-    """The tables of compiled models."""
-    parts = []
-    for row in result.get("compiled", []):
-        parts += [f"### {figures.model_and_size(row)}, compiled", figures.table_of_modes(row)]
-    return parts
 
 
 def table_of_run(row: Mapping[str, Any]) -> str:

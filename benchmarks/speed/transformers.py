@@ -38,7 +38,7 @@ class Model(NamedTuple):
         tiny: its name among the tiny models.
         stack: the name of its list of blocks.
         text: channels of the prompt.
-        settings: those of the published model that the tiny one has not.
+        settings: what the published model has and the tiny one has not.
     """
 
     tiny: str

@@ -21,43 +21,22 @@ pytestmark = pytest.mark.newest_only
 CPU = torch.device("cpu")
 
 
-def rows_of(**seconds):
-    """A comparison by hand, by name: the family, its ideal, launches and seconds of two rounds."""
-    return {
+def test_efficiency_is_the_share_of_the_ideals_saving():
+    seconds = {
+        **{"unpatched": [10.0, 20.0], "ideal attn": [9.6, 19.2], "ideal stack": [5.0, 10.0]},
+        **{"ours attn": [9.2, 18.4], "ours stack": [6.0, 12.0], "theirs": [8.0, 16.0]},
+    }
+    ideals = {"ours attn": "ideal attn", "ours stack": "ideal stack"}
+    run = {
         "methods": {
-            name.replace("_", " "): {
-                **{"family": family, "ideal": ideal, "launches_per_block": launches},
-                **{"seconds": [first, 2 * first], "error": 0.1, "peak_bytes": 10**6},
-            }
-            for name, (family, ideal, launches, first) in seconds.items()
+            name: {"seconds": each, "ideal": ideals.get(name)} for name, each in seconds.items()
         }
     }
-
-
-SLOW = rows_of(
-    unpatched=("unpatched", None, 0, 10.0),
-    ideal_attn=("ideal", "ideal attn", 0, 9.0),
-    ideal_stack=("ideal", "ideal stack", 0, 5.0),
-    core_TomePatchModel=("peer", None, 0, 8.0),
-    tomesd_attn=("peer", "ideal attn", 0, 7.5),
-    tomesd_all=("peer", None, 0, 12.0),
-    ours_window_attn=("ours", "ideal attn", 3.0, 9.2),
-    ours_window_stack=("ours", "ideal stack", 2.0, 6.0),
-    ours_other_attn=("ours", None, 0, 1.0),
-)
-NO_GAIN = rows_of(
-    unpatched=("unpatched", None, 0, 1.0),
-    ideal_stack=("ideal", "ideal stack", 0, 0.96),
-    ours_window_stack=("ours", "ideal stack", 9.0, 1.25),
-)
-
-
-def test_the_worst_case_is_that_of_the_best_scope_in_each_run():
-    worst = {"efficiency": 0.8, "vs_unpatched": 10 / 6, "vs_tomesd": 1.25, "vs_core": 4 / 3}
-    assert figures.worst_case([SLOW]) == pytest.approx(worst | {"launches": 2.0})
-    worst |= {"vs_unpatched": 0.8, "launches": 9.0}
-    assert figures.worst_case([SLOW, NO_GAIN]) == pytest.approx(worst)
-    assert figures.worst_case([]) == {}
+    assert figures.speed_up(run, "theirs") == pytest.approx(1.25)
+    assert figures.efficiency(run, "ours stack") == pytest.approx(0.8)
+    # There the ideal saves too little.
+    assert figures.efficiency(run, "ours attn") is None
+    assert figures.efficiency(run, "theirs") is None
 
 
 def test_every_other_round_is_reversed():
@@ -88,7 +67,7 @@ def test_every_method_passes_its_checks(method, subject, expected):
 
 def wrong(strategy, **settings):
     config = ToMeConfig(strategy="window", **settings)
-    return on_host("wrong", "ours", config, strategy)
+    return on_host("wrong", config, strategy)
 
 
 class OffByOne(WindowStrategy):

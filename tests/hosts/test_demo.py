@@ -5,13 +5,9 @@ import re
 import pytest
 from test_server import patch, txt2img
 
-from tools.comparison import Comparison
+from tools.comparison import compare
 
 MERGING = {"preset": "custom", "max_downsample": "4", "min_tokens": 1, "ratio": 0.5}
-SHARES = [
-    "KSampler sampler: 50% of 400 tokens merge in 5 blocks",
-    "KSampler sampler: 50% of 100 tokens merge in 12 blocks",
-]
 
 
 def merging_graph():
@@ -25,22 +21,19 @@ def skipping_graph():
 
 
 @pytest.mark.parametrize(
-    ("graph", "levels"),
+    ("graph", "said"),
     [
-        (merging_graph(), SHARES),
-        (skipping_graph(), ["KSampler sampler: some of 20 steps are skipped"]),
-        (txt2img(steps=1, side=64), []),
+        (merging_graph(), r"\[ToMe\] .*merged 17/17 blocks \(400 -> 200 .*x5, 100 -> 50 .*x12\).*"),
+        (skipping_graph(), r"\[ToMe\] .*forecast [1-9]/20 steps.*"),
+        (txt2img(steps=1, side=64), "without ToMe, the same off and on"),
     ],
     ids=["merging", "skipping", "plain"],
 )
-def test_levels_that_merged_and_steps_that_were_skipped_are_listed(server, graph, levels):
-    comparison = Comparison(graph)
-    comparison.measure(server, repeats=1)
-    # How many steps of random weights are skipped depends on their answers.
-    listed = [re.sub(r"[1-9] of 20", "some of 20", line) for line in comparison.levels()]
-    assert listed == levels
-    assert comparison.has_plain_pass() == (not levels)
-    assert comparison.warnings() == []
+def test_off_and_on_are_timed_and_the_log_of_on_is_shown(server, graph, said):
+    comparison = compare(server, graph)
+    (line,) = comparison.said()
+    assert re.fullmatch(f"KSampler sampler: {said}", line)
     head, _, one, whole = comparison.table().splitlines()
-    assert head.split("|")[2].strip() == "blocks"
+    assert head.split("|")[2].strip() == "off"
     assert "KSampler sampler" in one and "whole run" in whole
+    assert comparison.off.image is not None and comparison.on.image is not None

@@ -6,17 +6,14 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from fractions import Fraction
 from functools import partial
-from importlib import import_module
-from multiprocessing import Pipe
+from multiprocessing.pool import ThreadPool
 from xml.etree import ElementTree
 
 import pytest
 
 from benchmarks.speed import compiled, report, suite, transformers, unets
 from benchmarks.speed.record import Record
-from benchmarks.speed.remote import Remote, RemoteError
 from tools import carried
 from tools.environment import ROOT, comfyui_directory
 
@@ -91,23 +88,9 @@ def test_transformers_are_measured_from_a_carried_folder(tmp_path):
     assert "A run of tiny Z-Image, 320x256, 8 steps of euler" in report.page({3: result})
 
 
-class Local(Remote):
-    """In the process of the tests, which has ComfyUI already."""
-
-    def __init__(self, device, module, name, *arguments):
-        self._made = getattr(import_module(module), name)(*arguments)
-        self.connection, self._answers = Pipe()
-        self._answers.send(None)
-
-    def ask(self, method, *arguments):
-        return getattr(self._made, method)(*arguments)
-
-    def end(self):
-        self.connection.close()
-
-
 def test_compiled_unets_are_measured(tmp_path, monkeypatch, fresh_compiler):
-    monkeypatch.setattr(compiled, "Remote", Local)
+    # In the process of the tests, which has ComfyUI already.
+    monkeypatch.setattr(compiled, "process_on", lambda device: ThreadPool(1))
     (dry,) = compiled.DRY_CASES
     assert compiled.run(dry_record(4, tmp_path), [replace(dry, size=128)]) == 0
     result = written(tmp_path, 4)
@@ -122,17 +105,13 @@ def test_compiled_unets_are_measured(tmp_path, monkeypatch, fresh_compiler):
     assert "### sd15 (first level only), 128x128, compiled" in report.page({4: result})
 
 
-def test_what_fails_in_another_process_is_said():
-    remote = Remote("cpu", "fractions", "Fraction", 1, 3)
-    assert remote.answer() is None
-    assert remote.ask("limit_denominator", 2) == Fraction(1, 2)
-    with pytest.raises(RemoteError, match=r"AttributeError: .* no attribute 'nothing'"):
-        remote.ask("nothing")
-    remote.end()
-    remote = Remote("cpu", "fractions", "Fraction", 1, 0)
-    with pytest.raises(RemoteError, match="ZeroDivisionError"):
-        remote.answer()
-    remote.end()
+def test_what_fails_in_another_process_is_said(tmp_path):
+    (dry,) = compiled.DRY_CASES
+    record = dry_record(4, tmp_path, minutes=2)
+    assert compiled.run(record, [replace(dry, methods=("slow",))]) == 1
+    (name, why), *others = written(tmp_path, 4)["failed"].items()
+    assert (name, others) == ("reduced sd15, 224x224: slow, compiled", [])
+    assert why.startswith("OptionError: preset='slow' is not allowed")
 
 
 def test_without_a_gpu_there_is_a_message(tmp_path):

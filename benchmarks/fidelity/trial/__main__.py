@@ -166,7 +166,7 @@ class Training:
         return side, loss.item()
 
     def _loss(self, size: int, side: int) -> Tensor:
-        """That of velocities at noise levels all over the schedule."""
+        """The error of velocities at noise levels all over the schedule."""
         pixels, places, prompts = self._data.batch(size, side)
         evenly = (torch.arange(size) + torch.rand(size, generator=self._generator)) / size
         # More of them are high, where what is where is decided.

@@ -1,6 +1,6 @@
 """Two more UNets on crops of photos, whose deeper levels decide what is where.
 
-The first, in SDXL's layout, is that of :mod:`benchmarks.fidelity.denoiser` without attention
+The first, in SDXL's layout, is the UNet of :mod:`benchmarks.fidelity.denoiser` without attention
 at the first level and with more of it at the last, trained further: what the first level did, the
 deeper ones have to learn. The second, in the layout of SD 1.5, is the first with attention at all
 levels, trained further again. Their weights are not in the repository; ``python3 dev.py bench
@@ -20,7 +20,7 @@ from benchmarks.fidelity import denoiser, weights
 from tools.environment import ROOT
 
 PHOTOS = ("astronaut", "chelsea", "coffee")
-"""Those of the denoiser's photos that scikit-image brings."""
+"""The photos of the denoiser that scikit-image brings."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Layout:
     """A UNet and the pictures it paints.
 
     Attributes:
-        name: that of the model whose layout it has.
+        name: of the model whose layout it has.
         scale: the tokens of the latent along one unit of a crop's side.
         unet: what differs from the denoiser's UNet.
     """
@@ -55,7 +55,6 @@ class Layout:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The UNet."""
         return {**denoiser.UNET, **self.unet}
 
     def load(self) -> ModelPatcher:
