@@ -140,7 +140,7 @@ def _cells_along(cells: int, side: int) -> int:
     # The fewest windows that may leave an eighth. No choice depends on the size, so that the graph
     # of a compiler serves any.
     windows = -(-(cells - cells // 8) // most)
-    return torch.sym_min(most, cells // windows)
+    return min(most, cells // windows)
 
 
 def match_windows(

@@ -3,7 +3,7 @@
 A kernel replaces the several launches of a function of :mod:`tome_nodes.ops.reference`. It uses no
 atomics, so its sums have a fixed order. Its file also holds its launcher, which is registered as
 a torch operator, and the shapes for tracing, so that torch.compile keeps one graph. From PyTorch
-2.11 on, torch.compile sees the kernels in it.
+2.11 on, torch.compile sees the kernels in it, unless it compiles for any size.
 
 Triton compiles a kernel anew if an integer argument is 1 or a multiple of 16. Arguments that vary
 with the size of the picture are exempt (``do_not_specialize``). Strides are not, since they decide
