@@ -16,7 +16,7 @@ import tome_nodes
 from benchmarks.lossless import lossless
 from tome_nodes.pytorch.patch import _networks_of
 from tome_nodes.pytorch.patched_model import NetworkPatch
-from tome_nodes.settings.config import OPTIONS, ToMeConfig
+from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.strategies.bipartite import BipartiteStrategy
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -40,9 +40,16 @@ TOMESD_OPTIONS = st.fixed_dictionaries(
 )
 
 
-scopes_and_tokens = pytest.mark.parametrize(
-    ("scope", "attn_tokens"),
-    [*(("module", choice) for choice in OPTIONS["attn_tokens"].choices), ("stack", "q,k,v")],
+in_every_scope = pytest.mark.parametrize(
+    "options",
+    [
+        {"attn_tokens": "q,k,v"},
+        {"attn_tokens": "k,v"},
+        {"scope": "stack"},
+        # As under preset fast.
+        {"scope": "stack", "attn_tokens": "k,v", "grows": True},
+    ],
+    ids=str,
 )
 
 

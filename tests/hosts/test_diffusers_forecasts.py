@@ -1,10 +1,6 @@
 """Forecasts of the answers of real transformers, in real pipelines of diffusers."""
 
-import copy
-import gc
-import weakref
 from collections import Counter
-from contextlib import nullcontext
 from itertools import accumulate
 from types import SimpleNamespace
 
@@ -28,7 +24,6 @@ from torch._dynamo.testing import CompileCounter
 import tome_nodes
 from tome_nodes import reasons
 from tome_nodes.forecasting import forecasts
-from tome_nodes.forecasting.forecasts import Forecasts
 from tome_nodes.forecasting.steps import log_snr, steps_that_run
 from tome_nodes.pytorch import pipeline_runs
 from tome_nodes.pytorch.diffusers_transformers import DiffusersTransformers
@@ -418,22 +413,6 @@ def test_a_ratio_of_0_forecasts_nothing_whatever_its_end():
     assert attributes(case.network) == before
 
 
-@torch.no_grad()
-def test_calls_that_the_scheduler_knows_nothing_of_are_left_alone(log_messages):
-    case = flux()
-    given = case.called()
-    times = [given["timestep"] * share for share in (0.9, 0.8, 0.6, 0.4)]
-    case.pipeline.scheduler.set_timesteps(4, device=DEVICE, mu=1.0)
-
-    def answers():
-        return [case.network(**given | {"timestep": time})[0] for time in times]
-
-    expected = answers()
-    tome_nodes.apply_patch(case.pipeline, preset="balanced")
-    assert all(map(torch.equal, answers(), expected))
-    assert log_messages() == [f"[ToMe] nothing was forecast: {reasons.OTHER_NOISE}"]
-
-
 @pytest.mark.parametrize(
     ("name", "others"),
     [
@@ -449,45 +428,6 @@ def test_answers_of_another_form_are_not_forecast(name, others):
     given = case.called()
     assert isinstance(flow_call(case.network, (), given), FlowCall)
     assert flow_call(case.network, (), given | others) == reasons.OTHER_FORM
-
-
-@pytest.mark.parametrize("name", ["flux", "wan"])
-@pytest.mark.parametrize("failure", [None, RuntimeError, KeyboardInterrupt])
-def test_nothing_is_left_after_a_run(name, failure, monkeypatch):
-    case = TRANSFORMERS[name]()
-    kept = []
-    observe = Forecasts.observe
-
-    def spy(self, *args):
-        kept.append(weakref.ref(self))
-        return observe(self, *args)
-
-    def fail(*_):
-        if failure is not None and case.pipeline.scheduler.step_index == 5:
-            raise failure("on purpose")
-
-    monkeypatch.setattr(Forecasts, "observe", spy)
-    tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced")
-    forecast, patched = case(steps=8), attributes(case.network)
-    hooks = [network.register_forward_hook(fail) for network in networks_of(case)]
-    with nullcontext() if failure is None else pytest.raises(failure, match="on purpose"):
-        case(steps=8)
-    for hook in hooks:
-        hook.remove()
-    assert attributes(case.network) == patched
-    gc.collect()
-    assert len(kept) > 8 and not any(reference() for reference in kept)
-    assert torch.equal(case(steps=8), forecast)
-
-
-def test_copies_of_a_pipeline_follow_their_own_scheduler():
-    case = flux()
-    tome_nodes.apply_patch(case.pipeline, preset="balanced")
-    expected = case(steps=8)
-    case.pipeline = copy.deepcopy(case.pipeline)
-    counts = calls_by_step(case)
-    assert torch.equal(case(steps=8), expected)
-    assert len(counts) == 6
 
 
 @pytest.mark.parametrize("way", OFFLOADS)

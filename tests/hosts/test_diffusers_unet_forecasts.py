@@ -2,19 +2,17 @@
 
 import copy
 import gc
-import itertools
 import math
 import pickle
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import diffusers
 import pytest
 import torch
 from common import attributes, relative_error
-from models.pipelines import CASES, COMPILED, OFFLOADS, call, inputs, make_unet, picture, sd15, sdxl
+from models.pipelines import CASES, call, inputs, make_unet, picture, sd15, sdxl
 from torch._dynamo.testing import CompileCounter
 
 import tome_nodes
@@ -23,7 +21,7 @@ from tome_nodes import reasons
 from tome_nodes.forecasting import forecasts
 from tome_nodes.forecasting.forecasts import Forecasts
 from tome_nodes.forecasting.steps import log_snr
-from tome_nodes.pytorch import patched_calls, pipeline_runs
+from tome_nodes.pytorch import patched_calls
 from tome_nodes.pytorch.noise_call import NoiseCall, noise_call
 
 pytestmark = pytest.mark.newest_only
@@ -232,12 +230,10 @@ def test_the_step_after_a_forecast_makes_up_for_its_error(name, options, predict
     assert max(changed[step] for step in made_up) < 1e-3
 
 
-@pytest.mark.parametrize(
-    ("name", "scheduler"), [*((name, "Euler") for name in CASES), ("sd15", "DDIM"), ("sd15", "DPM")]
-)
-def test_every_pipeline_forecasts_and_is_as_before_without(name, scheduler, log_messages):
+@pytest.mark.parametrize("name", CASES)
+def test_every_pipeline_forecasts_and_is_as_before_without(name, log_messages):
     case = CASES[name]()
-    case.pipeline.scheduler = scheduler_of(scheduler)
+    case.pipeline.scheduler = scheduler_of("Euler")
     expected, before, random = case(steps=20), attributes(case.network), torch.get_rng_state()
     assert tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced") is case.pipeline
     forecast = case(steps=20)
@@ -245,7 +241,7 @@ def test_every_pipeline_forecasts_and_is_as_before_without(name, scheduler, log_
     # Another run begins anew.
     assert torch.equal(case(steps=20), forecast)
     assert torch.equal(torch.get_rng_state(), random)
-    assert log_messages() == [f"[ToMe] {in_words(FORECAST[scheduler])}"]
+    assert log_messages() == [f"[ToMe] {in_words(ODD)}"]
     tome_nodes.remove_patch(case.pipeline)
     assert attributes(case.network) == before
     assert torch.equal(case(steps=20), expected)
@@ -381,10 +377,6 @@ def test_percents_follow_the_timesteps_as_those_of_merging_do(given, expected):
     assert missing(ran) == expected
 
 
-def other_prompt(pipeline, step, timestep, given):
-    return {"prompt_embeds": 2 * given["prompt_embeds"]} if step == 9 else {}
-
-
 def without_guidance(pipeline, step, timestep, given):
     """As diffusers documents it: from now on, the negative prompt is left out."""
     if step != 9:
@@ -393,14 +385,13 @@ def without_guidance(pipeline, step, timestep, given):
     return {"prompt_embeds": given["prompt_embeds"].chunk(2)[-1]}
 
 
-@pytest.mark.parametrize("change", [other_prompt, without_guidance])
-def test_after_a_change_five_steps_run_before_the_next_forecast(change):
+def test_after_a_change_five_steps_run_before_the_next_forecast():
     case = sd15()
     case.pipeline.scheduler = scheduler_of("Euler")
     ran = steps_of(case)
     tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced")
     given = ["latents", "prompt_embeds"]
-    case(steps=20, callback_on_step_end=change, callback_on_step_end_tensor_inputs=given)
+    case(steps=20, callback_on_step_end=without_guidance, callback_on_step_end_tensor_inputs=given)
     assert missing(ran) == [6, 8, 10, 16, 18]
 
 
@@ -534,19 +525,7 @@ def test_copies_of_a_pipeline_follow_their_own_scheduler():
     assert torch.equal(case(steps=20), plain)
 
 
-@pytest.mark.parametrize("way", OFFLOADS)
-def test_offloading(way, log_messages):
-    case = sd15()
-    case.pipeline.scheduler = scheduler_of("Euler")
-    tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced")
-    expected = case(steps=20)
-    for part in case.network, case.pipeline.vae:
-        OFFLOADS[way](part)
-    assert relative_error(case(steps=20), expected) < 1e-4
-    assert len(log_messages()) == 1
-
-
-@pytest.mark.parametrize("way", COMPILED)
+@pytest.mark.parametrize("way", ["before", "compile_repeated_blocks"])
 def test_torch_compile_makes_whole_graphs_once(fresh_compiler, way):
     case, graphs = sd15("one_level"), CompileCounter()
     case.pipeline.scheduler = scheduler_of("Euler")
@@ -583,21 +562,6 @@ def test_a_model_in_half_precision_forecasts_the_same_steps(name):
     assert missing(ran) == FORECAST[name]
 
 
-def test_answers_have_no_forecast_where_gradients_are_computed(log_messages):
-    case = sd15()
-    scheduler = case.pipeline.scheduler = scheduler_of("Euler")
-    tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced")
-    ran, latent = steps_of(case), inputs(case.network)["sample"]
-    text = inputs(case.network)["encoder_hidden_states"]
-    scheduler.set_timesteps(20)
-    for timestep in scheduler.timesteps:
-        answer = case.network(scheduler.scale_model_input(latent, timestep), timestep, text).sample
-        assert answer.requires_grad
-        latent = scheduler.step(answer, timestep, latent).prev_sample.detach()
-    assert not missing(ran)
-    assert reasons.FORECAST_GRADIENTS in log_messages()[-1]
-
-
 def test_an_error_in_the_report_costs_no_picture(log_messages, monkeypatch):
     case = sd15()
     case.pipeline.scheduler = scheduler_of("Euler")
@@ -612,17 +576,3 @@ def test_an_error_in_the_report_costs_no_picture(log_messages, monkeypatch):
     assert log_messages()[1:] == [
         "[ToMe] the report of this run is missing: RuntimeError: on purpose"
     ]
-
-
-def test_a_report_says_whether_forecasts_helped(caplog, monkeypatch):
-    """The times are of its steps but the last; the first, in which devices warm up, is long."""
-    caplog.set_level("INFO", logger="tome_nodes")
-    took = [9, *([2] * 4), *([0.5, 2] * 7)]
-    begun = itertools.accumulate(took, initial=0)
-    monkeypatch.setattr(pipeline_runs, "time", SimpleNamespace(perf_counter=lambda: next(begun)))
-    case = sd15()
-    case.pipeline.scheduler = scheduler_of("Euler")
-    tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced")
-    case(steps=20)
-    words = "saved 10.5 s (26%): a step took 2 s with the model, 0.5 s forecast"
-    assert caplog.messages == [f"[ToMe] {in_words(ODD)}; {words}"]
