@@ -46,6 +46,11 @@ def answers_may_turn_back(monkeypatch):
     monkeypatch.setattr(forecasts._Line, "add", add_without_a_look)
 
 
+@pytest.fixture
+def case():
+    return flux()
+
+
 UNGUIDED = {"qwen_image": {"true_cfg_scale": 1.0}, "z_image": {"guidance_scale": 0.0}}
 """The arguments of a call without guidance, where it is not ``guidance_scale=1.0``."""
 
@@ -282,9 +287,8 @@ def test_steps_are_counted_where_half_precision_cannot_tell_their_timesteps_apar
 
 @torch.no_grad()
 @pytest.mark.parametrize("is_told", [True, False])
-def test_a_picture_to_begin_with_begins_at_a_later_step(is_told):
+def test_a_picture_to_begin_with_begins_at_a_later_step(case, is_told):
     """Of the four steps that are left, the third is forecast."""
-    case = flux()
     given, scheduler = case.called(), case.pipeline.scheduler
     tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced")
     counts = calls_by_step(case)
@@ -301,16 +305,14 @@ def test_a_picture_to_begin_with_begins_at_a_later_step(is_told):
 @pytest.mark.parametrize(
     ("given", "runs"), [({"start_percent": 0.5}, {3}), ({"end_percent": 0.5}, {6})], ids=str
 )
-def test_percents_are_shares_of_the_steps(given, runs):
-    case = flux()
+def test_percents_are_shares_of_the_steps(case, given, runs):
     counts = calls_by_step(case)
     tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced", **given)
     case(steps=8)
     assert counts.keys() == {0, 1, 2, 4, 5, 7} | runs
 
 
-def test_percents_that_cover_no_step_say_so(log_messages):
-    case = flux()
+def test_percents_that_cover_no_step_say_so(case, log_messages):
     tome_nodes.apply_patch(case.pipeline, preset="balanced", start_percent=0.9)
     case(steps=8)
     (line,) = log_messages()
@@ -395,8 +397,7 @@ class Wrapper(torch.nn.Module):
         return self.inner(*args, **kwargs)
 
 
-def test_a_transformer_in_a_wrapper_is_left_alone(log_messages):
-    case = flux()
+def test_a_transformer_in_a_wrapper_is_left_alone(case, log_messages):
     plain = case(steps=4)
     case.pipeline.transformer = Wrapper(case.network)
     tome_nodes.apply_patch(case.pipeline, preset="balanced")
@@ -406,8 +407,7 @@ def test_a_transformer_in_a_wrapper_is_left_alone(log_messages):
     ]
 
 
-def test_a_ratio_of_0_forecasts_nothing_whatever_its_end():
-    case = flux()
+def test_a_ratio_of_0_forecasts_nothing_whatever_its_end(case):
     before = attributes(case.network)
     tome_nodes.apply_patch(case.pipeline, 0.0, ratio_end=0.4, forecast=True)
     assert attributes(case.network) == before
@@ -431,8 +431,7 @@ def test_answers_of_another_form_are_not_forecast(name, others):
 
 
 @pytest.mark.parametrize("way", OFFLOADS)
-def test_offloading(way, log_messages):
-    case = flux()
+def test_offloading(case, way, log_messages):
     tome_nodes.apply_patch(case.pipeline, preset="balanced")
     expected = case(steps=8)
     OFFLOADS[way](case.network)
@@ -460,8 +459,7 @@ def test_torch_compile_makes_whole_graphs_once(fresh_compiler, way):
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_beside_a_cache(is_first):
-    case = flux()
+def test_beside_a_cache(case, is_first):
     cache = diffusers.FirstBlockCacheConfig(threshold=0.3)
     counts = calls_by_step(case)
     if is_first:
@@ -474,8 +472,7 @@ def test_beside_a_cache(is_first):
 
 
 @pytest.mark.parametrize("options", [{}, {"preset": "paper"}, {"ratio": 0.3, "min_tokens": 0}])
-def test_settings_that_only_merge_are_refused_before_anything_is_patched(options):
-    case = flux()
+def test_settings_that_only_merge_are_refused_before_anything_is_patched(case, options):
     before = attributes(case.network)
     with pytest.raises(ValueError, match=r"forecast=False is not allowed .* preset='balanced'"):
         tome_nodes.apply_patch(case.pipeline, **options)
@@ -484,8 +481,7 @@ def test_settings_that_only_merge_are_refused_before_anything_is_patched(options
     assert attributes(case.network) != before
 
 
-def test_a_transformer_without_its_pipeline_is_refused_and_can_be_restored():
-    case = flux()
+def test_a_transformer_without_its_pipeline_is_refused_and_can_be_restored(case):
     before = attributes(case.network)
     with pytest.raises(ValueError, match=r"FluxTransformer2DModel alone .* pass its pipeline"):
         tome_nodes.apply_patch(case.network, preset="balanced")

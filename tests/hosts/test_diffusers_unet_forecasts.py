@@ -44,6 +44,13 @@ def scheduler_of(name, prediction="epsilon", **options):
     return KINDS[name](**SD, prediction_type=prediction, **options)
 
 
+@pytest.fixture
+def case():
+    case = sd15()
+    case.pipeline.scheduler = scheduler_of("Euler")
+    return case
+
+
 def noise_at(scheduler, timestep):
     """The noise level of a timestep, by the products of the training alone."""
     kept = scheduler.alphas_cumprod.double().cpu()
@@ -313,9 +320,7 @@ def test_balanced_leaves_short_runs_alone_and_fast_says_why_it_does(scheduler, l
     assert len(ran) == 2 * (13 if scheduler == "PNDM" else 12)
 
 
-def test_a_unet_without_its_pipeline_merges_only(log_messages):
-    case = sd15()
-    case.pipeline.scheduler = scheduler_of("Euler")
+def test_a_unet_without_its_pipeline_merges_only(case, log_messages):
     ran = steps_of(case)
     tome_nodes.apply_patch(case.network, preset="balanced")
     case(steps=20, height=256, width=256)
@@ -325,9 +330,7 @@ def test_a_unet_without_its_pipeline_merges_only(log_messages):
 
 
 @pytest.mark.parametrize("options", [{}, {"ratio": 0.0, "ratio_end": 0.4, "forecast": True}])
-def test_settings_without_forecasts_merge_only(options):
-    case = sd15()
-    case.pipeline.scheduler = scheduler_of("Euler")
+def test_settings_without_forecasts_merge_only(case, options):
     ran = steps_of(case)
     tome_nodes.apply_patch(case.pipeline, **options)
     case(steps=20)
@@ -368,9 +371,7 @@ def test_a_run_that_a_refiner_goes_on_with_ends_where_it_leaves_off(log_messages
     [({"end_percent": 0.5}, [6, 8, 10]), ({"start_percent": 0.5}, [12, 14, 16, 18])],
     ids=str,
 )
-def test_percents_follow_the_timesteps_as_those_of_merging_do(given, expected):
-    case = sd15()
-    case.pipeline.scheduler = scheduler_of("Euler")
+def test_percents_follow_the_timesteps_as_those_of_merging_do(case, given, expected):
     ran = steps_of(case)
     tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced", **given)
     case(steps=20)
@@ -385,9 +386,7 @@ def without_guidance(pipeline, step, timestep, given):
     return {"prompt_embeds": given["prompt_embeds"].chunk(2)[-1]}
 
 
-def test_after_a_change_five_steps_run_before_the_next_forecast():
-    case = sd15()
-    case.pipeline.scheduler = scheduler_of("Euler")
+def test_after_a_change_five_steps_run_before_the_next_forecast(case):
     ran = steps_of(case)
     tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced")
     given = ["latents", "prompt_embeds"]
@@ -469,9 +468,7 @@ def test_a_second_pipeline_of_a_unet_only_merges_unless_it_shares_the_scheduler(
     assert torch.equal(other(steps=20), forecast)
 
 
-def test_a_run_that_is_interrupted_leaves_the_next_as_it_was(log_messages):
-    case = sd15()
-    case.pipeline.scheduler = scheduler_of("Euler")
+def test_a_run_that_is_interrupted_leaves_the_next_as_it_was(case, log_messages):
     tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced")
     expected = case(steps=20)
 
@@ -485,9 +482,7 @@ def test_a_run_that_is_interrupted_leaves_the_next_as_it_was(log_messages):
 
 
 @pytest.mark.parametrize("failure", [None, RuntimeError, KeyboardInterrupt])
-def test_nothing_is_left_after_a_run(failure, monkeypatch):
-    case = sd15()
-    case.pipeline.scheduler = scheduler_of("Euler")
+def test_nothing_is_left_after_a_run(case, failure, monkeypatch):
     kept, observe = [], Forecasts.observe
 
     def spy(self, *args):
@@ -512,9 +507,7 @@ def test_nothing_is_left_after_a_run(failure, monkeypatch):
         assert torch.equal(pool.submit(case, 20).result(timeout=60), expected)
 
 
-def test_copies_of_a_pipeline_follow_their_own_scheduler():
-    case = sd15()
-    case.pipeline.scheduler = scheduler_of("Euler")
+def test_copies_of_a_pipeline_follow_their_own_scheduler(case):
     plain = case(steps=20)
     tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced")
     expected = case(steps=20)
@@ -562,9 +555,7 @@ def test_a_model_in_half_precision_forecasts_the_same_steps(name):
     assert missing(ran) == FORECAST[name]
 
 
-def test_an_error_in_the_report_costs_no_picture(log_messages, monkeypatch):
-    case = sd15()
-    case.pipeline.scheduler = scheduler_of("Euler")
+def test_an_error_in_the_report_costs_no_picture(case, log_messages, monkeypatch):
     tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced")
     expected = case(steps=20)
 
