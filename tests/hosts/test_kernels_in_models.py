@@ -79,26 +79,6 @@ def test_weighed_attention_launches_two_more_kernels():
     assert counts[1] - counts[0] == len(["widen", "copy of the channels that count"])
 
 
-@pytest.mark.parametrize(("scope", "merges"), [("module", 3), ("stack", 2)])
-def test_launches_per_merged_block(shallow, scope, merges):
-    """Of one more step in steady state; in stack scope, blocks of one stack merge once."""
-
-    def launches_of_a_step(model):
-        # What merging runs on is tried once, before the first run.
-        sample_small(model, 1)
-        counts = []
-        for steps in (1, 2):
-            with launches() as counter:
-                sample_small(model, steps)
-            counts.append(counter.count)
-        return counts[1] - counts[0]
-
-    config = merging(strategy="window", scope=scope, backend="triton")
-    more = launches_of_a_step(attach(shallow, config)) - launches_of_a_step(shallow)
-    key_of_random_picks = 1
-    assert more == merges * len(["match", "merge", "unmerge"]) + key_of_random_picks
-
-
 @pytest.mark.parametrize("preset", PRESETS)
 def test_torch_compile_keeps_one_graph_with_kernels(shallow, fresh_compiler, preset):
     config = ToMeConfig(**settings_of(preset, {"backend": "triton"}) | {"min_tokens": 1})

@@ -123,9 +123,7 @@ def test_an_override_that_ignores_its_function_gives_the_same_picture(models, lo
     assert "weigh as one token" not in log_messages()[0]
 
 
-@pytest.mark.parametrize(
-    "kind", ["flux", "sd3", "qwen_image", "z_image", "krea2", "wan21", "cosmos_predict2", "hidream"]
-)
+@pytest.mark.parametrize("kind", ["flux", "qwen_image", "z_image", "wan21", "hidream"])
 def test_sides_that_are_not_a_whole_number_of_patches_in_batches(models, log_messages, kind):
     tiny, model = TINY[kind], models(kind)
     for cfg in 1.0, 4.0:
@@ -236,7 +234,7 @@ def test_merged_keys_weigh_as_much_as_all_keys(models, kind):
         assert torch.allclose(mask.exp().sum(-1), torch.tensor(float(before), device=mask.device))
 
 
-@pytest.mark.parametrize("kind", ["flux", "z_image", "qwen_image", "krea2", "wan21"])
+@pytest.mark.parametrize("kind", ["flux", "krea2", "wan21"])
 def test_torch_compile_makes_whole_graphs(models, fresh_compiler, kind):
     tiny, model = TINY[kind], models(kind)
 

@@ -486,13 +486,6 @@ def test_each_call_has_its_own_line():
     assert torch.allclose(kept.predict(step, ONE, 1), CHANGE * 1.7, atol=1e-6)
 
 
-def test_answers_of_a_video_and_of_packed_values_are_forecast_too():
-    for shape in ((1, 4, 3, 8, 8), (1, 1, 500)):
-        one = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        kept = after((0, -4.0, one), (1, -2.0, one * 1.1))
-        assert torch.allclose(kept.predict(at(2, 0.0), one), one * (1.1 + 0.7 * 0.1))
-
-
 @pytest.mark.parametrize(
     ("noise", "is_flow", "expected"),
     [
