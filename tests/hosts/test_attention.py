@@ -280,15 +280,6 @@ def test_each_way_is_right_in_any_precision_and_layout(channels, key_heads, dtyp
         assert seen == ["channels" if is_widened else "mask", "mask", "mask"]
 
 
-def test_an_attention_of_the_future_weighs_keys_in_the_way_that_is_right():
-    q, k, v, sizes = tensors(40)
-    expected, notes = attention_to_repeated(q, k, v, sizes), []
-    for function in (right, rounds, ignores_its_mask, fails_with_a_mask):
-        actual = weighed(attention.wrap_attn(function), q, k, v, sizes, notes)
-        assert relative_error(actual.double(), expected) < (0.02 if function is rounds else 1e-5)
-    assert notes == [None] * 4
-
-
 def test_an_attention_that_takes_no_weights_runs_as_it_is():
     q, k, v, sizes = tensors(40)
     notes = []

@@ -109,7 +109,7 @@ def test_every_pipeline_forecasts_and_is_as_before_without(name, log_messages):
     ],
 )
 def test_a_run_says_whether_it_helped(caplog, monkeypatch, seconds, words):
-    """The times are of its steps but the last; the first, in which devices warm up, is long."""
+    """It takes the times of all steps but the last; the first, where devices warm up, is long."""
     caplog.set_level("INFO", logger="tome_nodes")
     begun = accumulate(seconds, initial=0)
     # With guidance, there are two calls in a step.

@@ -105,7 +105,7 @@ def exact(scheduler, answer=gaussian, case=None):
 
 
 def steps_of(case):
-    """The steps in which the UNet runs, by its scheduler's timesteps, as it goes on."""
+    """The steps where the UNet runs, by its scheduler's timesteps, as it goes on."""
     ran = []
 
     def note(network, args, kwargs):
@@ -206,7 +206,7 @@ def test_the_denoised_latent_is_where_the_only_step_ends(name, prediction):
     ids=str,
 )
 def test_the_step_after_a_forecast_makes_up_for_its_error(name, options, prediction, monkeypatch):
-    """If answers are on a line and do not follow the latent, it has made up for all of it."""
+    """If answers are on a line and do not follow the latent, it has made up for the whole error."""
     monkeypatch.setattr(forecasts, "_RESPONSE", 0.0)
     monkeypatch.setattr(forecasts, "_DAMPING", 0.5)
     ends = torch.randn(2, 1, 4, 32, 32, generator=torch.Generator().manual_seed(3)).double()

@@ -65,7 +65,7 @@ def break_stage(monkeypatch):
 
 @pytest.fixture
 def without_memory(break_stage, log_messages):
-    """Check that a run in which a stage has no memory is the plain one, and the next as ever."""
+    """Check that a run is the plain one if a stage has no memory, and the next as ever."""
 
     def check(stage, run, plain):
         expected = run()

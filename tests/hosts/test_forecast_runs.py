@@ -1,4 +1,4 @@
-"""Steps in which the model does not run, in the host's own samplers."""
+"""Steps without the model, in the host's own samplers."""
 
 import gc
 import weakref

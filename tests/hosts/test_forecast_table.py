@@ -23,7 +23,7 @@ from benchmarks.forecasts.subjects import TRAINED_FLOW, TRAINED_UNET
 PLAIN = Graph("euler", 8, 3.0, True, "plain", "simple", 3.0)
 
 ALIKE = {"plain", "split sampling", "batch that splits and joins", "PAG"}
-"""Situations in which the first picture is that of the plain graph, but for the order of sums. PAG
+"""Situations whose first picture is that of the plain graph, but for the order of sums. PAG
 replaces attention as only UNets have it."""
 
 

@@ -1,4 +1,4 @@
-"""Runs of UNets in which tokens merge and steps are forecast."""
+"""Runs of UNets that merge tokens and forecast steps."""
 
 import re
 

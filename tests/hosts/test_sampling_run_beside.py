@@ -81,7 +81,7 @@ def test_outside_of_its_percents_a_run_is_the_plain_one(unet):
 
 
 def test_two_samplers_on_one_model_are_two_runs(unet):
-    """The second takes over the noise that the first leaves, and knows nothing of it."""
+    """The second takes over the noise that the first leaves, and knows nothing of the first."""
     patched = attach(unet, configured())
     halves = ({"last_step": 20, "force_full_denoise": False}, {"start_step": 20})
     alone = [from_noise(attach(unet, configured()), 40, picture=1.0, **half) for half in halves]

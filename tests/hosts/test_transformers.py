@@ -99,7 +99,7 @@ def test_settings_that_are_for_unets_act_as_keys_and_values_alone(models, log_me
 
 
 def attending(model):
-    """The model with an attention in place of the host's, and the keys, values and masks of it."""
+    """The model with an attention in place of the host's, and its keys, values and masks."""
     calls = []
 
     def theirs(_, q, k, v, heads, mask=None, **kwargs):

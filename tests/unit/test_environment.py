@@ -1,4 +1,4 @@
-"""What is set up: which ComfyUI and front end, how they are brought, and what tests need of it."""
+"""What is set up: which ComfyUI and front end, how they are brought, and what tests need."""
 
 import hashlib
 import io

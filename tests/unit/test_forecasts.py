@@ -319,13 +319,6 @@ def test_answers_of_a_unet_that_change_suddenly_in_one_sample_begin_anew(is_unet
     assert (forecast[0] is None) == is_unet
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_forecasts_of_a_unet_keep_the_precision_of_the_latent(dtype):
-    answers = [(ONE + index * CHANGE).to(dtype) for index in range(5)]
-    forecast = unet_after(*answers).predict(SIXTH, answers[0])
-    assert forecast.dtype == dtype and forecast.isfinite().all()
-
-
 def test_what_was_answered_is_kept_even_if_the_host_changes_it():
     answer = ONE + CHANGE
     kept = after(KNOWN[0], (1, -2.0, answer))
