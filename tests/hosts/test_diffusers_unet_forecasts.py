@@ -194,7 +194,6 @@ def test_the_denoised_latent_is_where_the_only_step_ends(name, prediction):
     assert relative_error(denoised, expected) < 1e-4
 
 
-@pytest.mark.parametrize("prediction", PREDICTIONS)
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -205,7 +204,7 @@ def test_the_denoised_latent_is_where_the_only_step_ends(name, prediction):
     ],
     ids=str,
 )
-def test_the_step_after_a_forecast_makes_up_for_its_error(name, options, prediction, monkeypatch):
+def test_the_step_after_a_forecast_makes_up_for_its_error(name, options, monkeypatch):
     """If answers are on a line and do not follow the latent, it has made up for the whole error."""
     monkeypatch.setattr(forecasts, "_RESPONSE", 0.0)
     monkeypatch.setattr(forecasts, "_DAMPING", 0.5)
@@ -214,7 +213,7 @@ def test_the_step_after_a_forecast_makes_up_for_its_error(name, options, predict
     def on_a_line(noisy, noise, text):
         return ends[0] + 0.1 * log_snr(noise, is_flow=False) * ends[1]
 
-    case = exact(scheduler_of(name, prediction, **options), on_a_line)
+    case = exact(scheduler_of(name, **options), on_a_line)
 
     def latents():
         seen = []

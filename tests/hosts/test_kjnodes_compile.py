@@ -12,14 +12,12 @@ import torch
 from comfy.patcher_extension import WrappersMP
 from comfy.utils import get_attr, set_attr
 from common import relative_error
-from host import keys_only
+from host import keys_only, preset
 from models.comfyui import TINY, UNETS, sample
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 
 from tome_nodes.comfyui.attachment import attach
-from tome_nodes.settings.config import ToMeConfig
-from tome_nodes.settings.presets import settings_of
 
 _LAYERS = ("double_blocks", "single_blocks", "layers", "transformer_blocks", "blocks")
 
@@ -70,10 +68,6 @@ class Compiled:
 
 def _without_options(guards):
     return ["transformer_options" not in guard.name for guard in guards]
-
-
-def preset(name, **changes):
-    return ToMeConfig(**settings_of(name, {}) | {"min_tokens": 1} | changes)
 
 
 @pytest.mark.newest_only

@@ -7,7 +7,7 @@ import pytest
 import torch
 from comfy_extras.nodes_apg import APG
 from common import Shuffle, relative_error, stopped
-from host import overridden
+from host import fast, overridden, preset
 from models.comfyui import KINDS, TINY, UNETS, sample
 from test_forecast_runs import seen
 
@@ -17,21 +17,11 @@ from tome_nodes.forecasting import forecasts
 from tome_nodes.patching import model as patched_model
 from tome_nodes.report.pages import in_words
 from tome_nodes.settings.config import ToMeConfig
-from tome_nodes.settings.presets import settings_of
 
 SIZE = 32, 32
 BOTH = (
     r"\[ToMe\] merged \d/\d blocks \(.*\), \d+/\d+ steps, forecast (\d+)/(\d+) steps \(.*\), ratio"
 )
-
-
-def configured(preset="fast", **others):
-    """Settings under which small maps merge, too."""
-    return ToMeConfig(**{**settings_of(preset, {}), "min_tokens": 1, **others})
-
-
-def merging_alone(preset="fast"):
-    return configured(preset, forecast=False)
 
 
 def second_pass(model, steps=8, **options):
@@ -52,7 +42,7 @@ def unet(sd15):
 @pytest.mark.parametrize("run", [second_pass, from_noise])
 @pytest.mark.parametrize("sampler", ["euler", "dpmpp_2m"])
 def test_fast_merges_and_forecasts_in_one_run(unet, log_messages, run, sampler):
-    patched, evaluations = seen(attach(unet, configured()))
+    patched, evaluations = seen(attach(unet, fast()))
     result = run(patched, sampler=sampler)
     forecast, total = map(int, re.match(BOTH, log_messages()[-1]).groups())
     assert len(evaluations) == total - forecast < total
@@ -63,20 +53,20 @@ def test_fast_merges_and_forecasts_in_one_run(unet, log_messages, run, sampler):
 
 @pytest.mark.parametrize("run", [second_pass, from_noise])
 def test_a_lossless_plan_leaves_what_forecasts_alone_make(unet, monkeypatch, run):
-    merged = run(attach(unet, configured(), Shuffle))
+    merged = run(attach(unet, fast(), Shuffle))
     # Where it would save too little, nothing merges, and steps are forecast all the same.
     monkeypatch.setattr(patched_model, "LEAST_SAVED", 1.0)
-    patched = attach(unet, configured())
+    patched = attach(unet, fast())
     alone = run(patched)
     assert not last_run(patched).counts.merged
     assert relative_error(merged, alone) < 0.01 * relative_error(alone, run(unet))
 
 
 def test_balanced_leaves_short_runs_to_merging(unet, log_messages):
-    short = second_pass(attach(unet, configured("balanced")))
+    short = second_pass(attach(unet, preset("balanced")))
     assert "forecast" not in log_messages()[-1]
-    assert torch.equal(short, second_pass(attach(unet, merging_alone("balanced"))))
-    from_noise(attach(unet, configured("balanced")))
+    assert torch.equal(short, second_pass(attach(unet, preset("balanced", forecast=False))))
+    from_noise(attach(unet, preset("balanced")))
     assert re.match(BOTH, log_messages()[-1])
 
 
@@ -85,13 +75,13 @@ def test_a_short_run_from_noise_is_left_to_merging_and_the_log_says_why(
 ):
     # Answers of random weights hardly differ.
     monkeypatch.setattr(forecasts, "_SETTLED", 0.0)
-    result = from_noise(attach(unet, configured()), steps=8)
-    assert torch.equal(result, from_noise(attach(unet, merging_alone()), steps=8))
+    result = from_noise(attach(unet, fast()), steps=8)
+    assert torch.equal(result, from_noise(attach(unet, preset("fast", forecast=False)), steps=8))
     assert re.match(r"\[ToMe\] merged .*; nothing was forecast: .*", log_messages()[-2])
 
 
 def test_a_sampler_that_is_left_alone_is_named(unet, log_messages):
-    from_noise(attach(unet, configured()), sampler="dpmpp_3m_sde")
+    from_noise(attach(unet, fast()), sampler="dpmpp_3m_sde")
     assert "; nothing was forecast: under the sampler dpmpp_3m_sde" in log_messages()[-1]
 
 
@@ -106,12 +96,12 @@ def test_custom_switches_forecasts_beside_merging(unet, forecast):
 
 
 @pytest.mark.parametrize(
-    ("preset", "run"), [("fast", second_pass), ("fast", from_noise), ("balanced", from_noise)]
+    ("name", "run"), [("fast", second_pass), ("fast", from_noise), ("balanced", from_noise)]
 )
-def test_more_ratio_is_less_work_one_step_at_a_time(unet, preset, run):
+def test_more_ratio_is_less_work_one_step_at_a_time(unet, name, run):
     done = []
     for ratio in (0.0, 0.1, 0.5, 0.75, 0.9):
-        patched, evaluations = seen(attach(unet, configured(preset, ratio=ratio)))
+        patched, evaluations = seen(attach(unet, preset(name, ratio=ratio)))
         run(patched)
         done.append(len(evaluations))
     assert done == sorted(done, reverse=True)
@@ -119,7 +109,7 @@ def test_more_ratio_is_less_work_one_step_at_a_time(unet, preset, run):
 
 def test_every_step_is_shown_once(unet):
     lines = []
-    from_noise(attach(unet, configured(), on_step=lines.append))
+    from_noise(attach(unet, fast(), on_step=lines.append))
     assert [int(line.partition("step ")[2].partition("/")[0]) for line in lines] == [*range(1, 21)]
     forecast = [line for line in lines if line.startswith("forecast, step")]
     assert 0 < len(forecast) < 20
@@ -127,7 +117,7 @@ def test_every_step_is_shown_once(unet):
 
 
 def test_the_report_says_both(unet):
-    patched = attach(unet, configured(), wants_details=lambda: True)
+    patched = attach(unet, fast(), wants_details=lambda: True)
     second_pass(patched)
     lines = in_words(last_run(patched))
     assert re.fullmatch(r"Done: merged \d of \d blocks, forecast \d of 8 steps", lines[0])
@@ -141,7 +131,7 @@ def test_an_error_in_what_is_shown_of_a_forecast_loses_no_picture(models, log_me
 
     model, tiny = models(kind), KINDS[kind]
     runs = [
-        sample(attach(model, configured(), on_step=on_step), tiny, SIZE, steps=16, cfg=1.0)
+        sample(attach(model, fast(), on_step=on_step), tiny, SIZE, steps=16, cfg=1.0)
         for on_step in (None, broken)
     ]
     assert torch.equal(*runs)
@@ -150,14 +140,14 @@ def test_an_error_in_what_is_shown_of_a_forecast_loses_no_picture(models, log_me
 
 def test_an_error_in_the_record_of_a_forecast_loses_no_picture(models, log_messages, monkeypatch):
     flux, expected = models("flux"), None
-    expected = sample(attach(flux, configured()), TINY["flux"], steps=8)
+    expected = sample(attach(flux, fast()), TINY["flux"], steps=8)
     from tome_nodes.comfyui import forecast_part
 
     def broken(*args, **kwargs):
         raise ValueError("no ink")
 
     monkeypatch.setattr(forecast_part, "gain_of", broken)
-    assert torch.equal(sample(attach(flux, configured()), TINY["flux"], steps=8), expected)
+    assert torch.equal(sample(attach(flux, fast()), TINY["flux"], steps=8), expected)
     assert log_messages()[-1] == "[ToMe] the report of this run is missing: ValueError: no ink"
 
 
@@ -166,7 +156,7 @@ ERRORS = [RuntimeError, comfy.model_management.InterruptProcessingException, Key
 
 @pytest.mark.parametrize("error", ERRORS)
 def test_an_error_in_the_middle_leaves_nothing(unet, error):
-    patched = attach(unet, configured())
+    patched = attach(unet, fast())
     plain, expected = from_noise(unet), from_noise(patched)
     with stopped(unet.model.diffusion_model.middle_block[1], error):
         from_noise(patched)
@@ -180,7 +170,7 @@ def test_beside_a_node_that_changes_answers_before_they_guide_a_sampler_must_not
     unet, log_messages, sampler, is_forecast
 ):
     """As APG does; more than one answer is changed only where there is guidance."""
-    patched = APG.execute(attach(unet, configured()), 1.0, 5.0, 0.0).args[0]
+    patched = APG.execute(attach(unet, fast()), 1.0, 5.0, 0.0).args[0]
     from_noise(patched, sampler=sampler, cfg=4.0)
     (line,) = log_messages()
     assert (reasons.CHANGED_GUIDANCE in line) != is_forecast

@@ -13,9 +13,10 @@ if is_earlier(__version__, NEWEST):
 
 from comfy_extras.nodes_model_downscale import PatchModelAddDownscale
 from compatibility.neighbours import BY_NAME
+from host import fast
 from models.comfyui import UNETS, conditioning
 from test_forecast_runs import levels_of, seen
-from test_sampling_run import configured, from_noise
+from test_sampling_run import from_noise
 
 from benchmarks.forecasts.situations import Control, extended
 from tome_nodes import reasons
@@ -57,7 +58,7 @@ def test_where_something_ends_in_the_middle_the_model_runs_as_at_the_start(unet,
     model = unet if patch is None else patch(unet)
     positive = prompt(conditioning(UNETS["sd15"], 5))
     prompts = [positive, conditioning(UNETS["sd15"], 6)]
-    levels, forecast = spans_of(model, attach(model, configured()), prompts=prompts)
+    levels, forecast = spans_of(model, attach(model, fast()), prompts=prompts)
     end = unet.get_model_object("model_sampling").percent_to_sigma(0.5)
     first = next(index for index, level in enumerate(levels) if level < end)
     assert forecast & {*range(first)} and forecast & {*range(first + FIRST_ON_UNET, 24)}
@@ -68,7 +69,7 @@ def test_outside_of_its_percents_a_run_is_the_plain_one(unet):
     """Up to there, the sampler gets the same answers bit for bit."""
     plain, expected = seen(unet)
     from_noise(plain)
-    patched, evaluations = seen(attach(unet, configured(start_percent=0.5)))
+    patched, evaluations = seen(attach(unet, fast(start_percent=0.5)))
     from_noise(patched)
     end = unet.get_model_object("model_sampling").percent_to_sigma(0.5)
     outside = [answer for level, _, answer in expected if level > end]
@@ -82,9 +83,9 @@ def test_outside_of_its_percents_a_run_is_the_plain_one(unet):
 
 def test_two_samplers_on_one_model_are_two_runs(unet):
     """The second takes over the noise that the first leaves, and knows nothing of the first."""
-    patched = attach(unet, configured())
+    patched = attach(unet, fast())
     halves = ({"last_step": 20, "force_full_denoise": False}, {"start_step": 20})
-    alone = [from_noise(attach(unet, configured()), 40, picture=1.0, **half) for half in halves]
+    alone = [from_noise(attach(unet, fast()), 40, picture=1.0, **half) for half in halves]
     both = [from_noise(patched, 40, picture=1.0, **half) for half in halves]
     assert all(torch.equal(one, other) for one, other in zip(alone, both, strict=True))
     assert not torch.equal(both[0], from_noise(unet, 40, picture=1.0, **halves[0]))
@@ -93,7 +94,7 @@ def test_two_samplers_on_one_model_are_two_runs(unet):
 @pytest.mark.parametrize("is_last", [False, True])
 def test_easycache_leaves_steps_alone_and_merging_goes_on(unet, log_messages, is_last):
     cache = partial(BY_NAME["EasyCache"].patch, kind="sd15")
-    model = cache(attach(unet, configured())) if is_last else attach(cache(unet), configured())
+    model = cache(attach(unet, fast())) if is_last else attach(cache(unet), fast())
     assert from_noise(model).isfinite().all()
     assert reasons.CACHE in log_messages()[-1] and "merged" in log_messages()[-1]
     assert not last_run(model).counts.forecast_steps

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from host import preset
 from host import sample as sample_sd15
 from models.comfyui import KINDS, conditioning, sample
 from models.pipelines import inputs, make_unet
@@ -80,7 +81,7 @@ def test_the_work_that_merging_saves(models, kind, settings):
 
 
 @pytest.mark.parametrize(
-    ("kind", "preset", "size"),
+    ("kind", "name", "size"),
     [
         ("sd15", "balanced", (33, 47)),
         ("sd15", "fast", (36, 44)),
@@ -89,9 +90,9 @@ def test_the_work_that_merging_saves(models, kind, settings):
     ],
     ids=str,
 )
-def test_the_work_that_a_preset_saves_at_any_size(models, kind, preset, size):
+def test_the_work_that_a_preset_saves_at_any_size(models, kind, name, size):
     """With the plans of a real run; the work of making them does not count."""
-    config = ToMeConfig(**settings_of(preset, {}) | {"min_tokens": 1})
+    config = preset(name)
     model, making = models(kind), []
 
     class Uncounted(strategy_class(config)):
