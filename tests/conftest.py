@@ -26,7 +26,7 @@ else:
     os.environ["TRITON_INTERPRET"] = "1"
 
 # The duration of an example depends on the machine.
-settings.register_profile("untimed", deadline=None)
+settings.register_profile("untimed", deadline=None, max_examples=50)
 settings.load_profile("untimed")
 
 

@@ -15,6 +15,7 @@ from common import (
     EVERYTHING,
     TOMESD_OPTIONS,
     attributes,
+    check_compiled,
     check_lossless,
     check_run,
     in_every_scope,
@@ -405,26 +406,7 @@ IN_STACKS = {"scope": "stack", "strategy": "window"}
     ids=str,
 )
 def test_torch_compile_makes_whole_graphs_once(fresh_compiler, options, way):
-    case, graphs = sd15("one_level"), CompileCounter()
-    plain = case()
-    tome_nodes.apply_patch(case.pipeline, **options)
-    expected = case()
-    torch._dynamo.reset()
-    if way == "before":
-        tome_nodes.remove_patch(case.pipeline)
-    case.compile(way, graphs)
-    if way == "before":
-        case()
-    counts = []
-    # There may be more blocks than graphs of one code.
-    with torch._dynamo.config.patch(recompile_limit=2):
-        for _ in range(2):
-            tome_nodes.apply_patch(case.pipeline, **options)
-            assert relative_error(case(), expected) < ROUNDING
-            counts.append(graphs.frame_count)
-    assert counts[0] == counts[1] > 0
-    tome_nodes.remove_patch(case.pipeline)
-    assert relative_error(case(), plain) < ROUNDING
+    check_compiled(sd15("one_level"), way, **options)
 
 
 def test_gradients_through_merged_tokens_are_those_of_finite_differences(unet):

@@ -7,9 +7,8 @@ from types import SimpleNamespace
 import diffusers
 import pytest
 import torch
-from common import attributes, relative_error
+from common import attributes, check_compiled, relative_error
 from models.pipelines import (
-    COMPILED,
     DEVICE,
     OFFLOADS,
     TRANSFORMERS,
@@ -19,7 +18,6 @@ from models.pipelines import (
     noise,
     sd3,
 )
-from torch._dynamo.testing import CompileCounter
 
 import tome_nodes
 from tome_nodes import reasons
@@ -439,23 +437,9 @@ def test_offloading(case, way, log_messages):
     assert log_messages() == ["[ToMe] forecast 2/8 steps (4, 7)"]
 
 
-@pytest.mark.parametrize("way", COMPILED)
-def test_torch_compile_makes_whole_graphs_once(fresh_compiler, way):
-    case, graphs = flux(), CompileCounter()
-    plain = case(steps=8)
-    tome_nodes.apply_patch(case.pipeline, preset="balanced")
-    expected = case(steps=8)
-    if way == "before":
-        tome_nodes.remove_patch(case.pipeline)
-    case.compile(way, graphs)
-    counts = []
-    for _ in range(2):
-        tome_nodes.apply_patch(case.pipeline, preset="balanced")
-        assert relative_error(case(steps=8), expected) < 1e-5
-        counts.append(graphs.frame_count)
-    assert counts[0] == counts[1] > 0
-    tome_nodes.remove_patch(case.pipeline)
-    assert relative_error(case(steps=8), plain) < 1e-5
+@pytest.mark.parametrize("way", ["after", "compile_repeated_blocks"])
+def test_torch_compile_makes_whole_graphs_once(case, fresh_compiler, way):
+    check_compiled(case, way, bound=1e-5, steps=8, preset="balanced")
 
 
 @pytest.mark.parametrize("is_first", [True, False])
