@@ -15,7 +15,6 @@ import dev
 from tools import environment
 from tools.environment import (
     NEWEST,
-    NEWEST_TORCH,
     RELEASES,
     ROOT,
     TORCHES,
@@ -71,53 +70,6 @@ def test_the_newest_is_used_unless_another_is_chosen(monkeypatch, tmp_path):
     for name in ("main.py", "comfy", "requirements.txt"):
         (tmp_path / name).touch()
     assert environment.comfyui_directory() == tmp_path
-
-
-@pytest.mark.parametrize("version", RELEASES)
-def test_every_pinned_comfyui_runs_on_the_packages_of_the_newest(monkeypatch, version):
-    brought, installed = [], []
-    monkeypatch.setenv("COMFYUI_PATH", str(pinned_comfyui(version)))
-    monkeypatch.setattr(environment, "prepare_light", lambda torch: torch)
-    monkeypatch.setattr(environment, "_bring_comfyui", brought.append)
-    monkeypatch.setattr(environment, "_install_packages", lambda *which: installed.append(which))
-    environment.prepare(OLDEST_TORCH)
-    assert brought == [*dict.fromkeys([NEWEST, version])]
-    assert installed == [(OLDEST_TORCH, pinned_comfyui(NEWEST))]
-
-
-@pytest.fixture
-def pip(monkeypatch, venv):
-    """Every environment is there, empty; notes what is installed, and under which settings."""
-    calls = []
-    monkeypatch.setattr(environment, "succeeds", lambda command: True)
-
-    def run(step, command, settings=None):
-        calls.append((Path(command[0]), [str(part) for part in command[1:]], settings))
-
-    monkeypatch.setattr(environment, "run", run)
-    for torch in TORCHES:
-        environment._folder(torch).mkdir(exist_ok=True)
-    return calls
-
-
-@pytest.mark.parametrize("torch", TORCHES)
-def test_every_pytorch_has_a_folder_of_its_own_and_is_installed_once(pip, venv, torch):
-    for _ in range(2):
-        python = environment.prepare_light(torch)
-    folder = venv if torch == NEWEST_TORCH else venv / f"torch-{torch}"
-    ((used, arguments, settings),) = pip
-    assert used == python == environment.interpreter(torch)
-    assert python.is_relative_to(folder) and (folder / "tome-nodes.json").is_file()
-    assert f"--requirement={environment.LIGHT_REQUIREMENTS}" in arguments
-    constraints = folder / "constraints.txt"
-    # An option would be added to what a machine has in its configuration.
-    assert settings == {"PIP_CONSTRAINT": constraints.as_uri()}
-    lines = constraints.read_text().splitlines()
-    assert {f"torch=={torch}", *TORCHES[torch].packages} <= {*lines}
-    pinned = [environment.name_of(line) for line in lines if line[:1] not in "#"]
-    # Some packages have one version for each Python.
-    doubled = {name for name in pinned if pinned.count(name) > 1}
-    assert not doubled & {environment.name_of(line) for line in TORCHES[torch].packages}
 
 
 def test_what_pytorch_brings_is_pinned_in_one_place():
