@@ -114,22 +114,21 @@ def split_windows(grid: Grid, sy: int, sx: int, picks: Tensor) -> tuple[Tensor, 
         no window are in neither.
     """
     src, dst = split_cells(grid, sy, sx, picks)
-    cells_down, cells_across = dst.shape
     high, wide = window_cells(grid, sy, sx)
-    down, across = cells_down // high, cells_across // wide
-    # Not by unfold: a compiler would make a graph for each size of windows.
-    rows = torch.arange(down * high, device=picks.device).view(down, 1, high, 1)
-    columns = torch.arange(across * wide, device=picks.device).view(1, across, 1, wide)
-    cell = (rows * cells_across + columns).view(down * across, high * wide)
-    return src.flatten(0, 1)[cell].flatten(1), dst.flatten()[cell]
+
+    def by_window(tokens: Tensor) -> Tensor:
+        # A compiler makes a graph for each size of windows: with symbols, it would take far longer.
+        windows = tokens.unfold(0, high, high).unfold(1, wide, wide)
+        return windows.movedim(2, 4).flatten(2).flatten(0, 1)
+
+    return by_window(src), by_window(dst[:, :, None])
 
 
 def window_cells(grid: Grid, sy: int, sx: int) -> tuple[int, int]:
     """Height and width of the windows of a grid, in cells of ``sy`` by ``sx`` tokens.
 
     Windows are as large as possible, but at most an eighth of the rows and of the columns of cells
-    may fill no window; a few more in small grids of cells of 4x4 tokens. The grid must have at least
-    one cell.
+    may fill no window; a few more in small grids of cells of 4x4 tokens. There must be a cell.
     """
     cells = grid.cells(sy, sx)
     return _cells_along(cells.height, sy), _cells_along(cells.width, sx)
@@ -137,8 +136,8 @@ def window_cells(grid: Grid, sy: int, sx: int) -> tuple[int, int]:
 
 def _cells_along(cells: int, side: int) -> int:
     most = min(_CELLS_ALONG, WINDOW_SIDE // side)
-    # The fewest windows that may leave an eighth. No choice depends on the size, so that the graph
-    # of a compiler serves any.
+    # The fewest windows that leave an eighth. Nothing branches on the size, so a compiler's graph
+    # with kernels serves any.
     windows = -(-(cells - cells // 8) // most)
     return min(most, cells // windows)
 

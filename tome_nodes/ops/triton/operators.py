@@ -28,8 +28,10 @@ def operator(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a launcher as a torch operator, which torch.compile calls instead.
 
-    Without torch.compile the launcher is called directly: the operator would take longer than a
-    launch. If a launch fails, arguments of the same shapes go to the reference.
+    A compiler that compiles for one size traces the kernels in it. For sizes that are symbols, it
+    calls the operator, so that one graph serves them all. Without torch.compile the launcher is
+    called directly: the operator would take longer than a launch. If a launch fails, arguments of
+    the same shapes go to the reference.
 
     Args:
         shapes: takes the same arguments and makes empty results, for tracing.
@@ -72,6 +74,13 @@ def operator(
                     )
             return by_reference(args, kwargs)
 
+        own: Any = torch.library.custom_op(f"tome_nodes::{name}", call, mutates_args=())
+        own.register_fake(shapes)
+        if not _TRACES:
+            return call
+
+        of_any_size = own
+
         @wraps(launcher)
         def traced(*args: Any, **kwargs: Any) -> Any:
             if any(map(_has_symbols, args)):
@@ -84,15 +93,9 @@ def operator(
             finally:
                 is_traced.reset(before)
 
-        of_any_size = torch.library.custom_op(
-            f"tome_nodes::{name}_of_any_size", call, mutates_args=()
-        )
-        of_any_size.register_fake(shapes)
-        own: Any = of_any_size
-        if _TRACES:
-            own = torch.library.triton_op(f"tome_nodes::{name}", traced, mutates_args=())
-            own.register_kernel(None)(call)
-            own.register_fake(shapes)
+        own = torch.library.triton_op(f"tome_nodes::{name}_traced", traced, mutates_args=())
+        own.register_kernel(None)(call)
+        own.register_fake(shapes)
 
         return call
 
