@@ -22,7 +22,7 @@ from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.options import OptionError
 from tools.server import ExecutionFailed, PromptRejected
 
-GRAPHS = 150
+GRAPHS = 200
 OURS = "custom_nodes/tome-nodes/tome_nodes"
 
 

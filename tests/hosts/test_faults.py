@@ -237,7 +237,7 @@ def test_where_the_compiler_fails_on_merging_a_run_goes_on_unmerged(
 def test_where_the_compiler_fails_a_unet_of_diffusers_goes_on_unmerged(
     fresh_compiler, log_messages
 ):
-    unet = make_unet()
+    unet = make_unet("one_level")
     compiled_unet = torch.compile(unet, backend=fails_on_merging, fullgraph=True)
     tome_nodes.apply_patch(unet, scope="stack")
     where_a_compiler_fails(
