@@ -95,7 +95,6 @@ def test_each_situation_changes_the_result_without_ours(name, plain):
         assert difference < 1e-4
     else:
         assert difference > 0.001
-    torch.testing.assert_close(cells.run(graph, 1).latent, result.latent, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

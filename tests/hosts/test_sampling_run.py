@@ -34,61 +34,56 @@ def from_noise(model, steps=20, **options):
     return sample(model, UNETS["sd15"], SIZE, steps=steps, **{"cfg": 1.0, **options})
 
 
-@pytest.fixture
-def unet(sd15):
-    return sd15
-
-
 @pytest.mark.parametrize("run", [second_pass, from_noise])
 @pytest.mark.parametrize("sampler", ["euler", "dpmpp_2m"])
-def test_fast_merges_and_forecasts_in_one_run(unet, log_messages, run, sampler):
-    patched, evaluations = seen(attach(unet, fast()))
+def test_fast_merges_and_forecasts_in_one_run(sd15, log_messages, run, sampler):
+    patched, evaluations = seen(attach(sd15, fast()))
     result = run(patched, sampler=sampler)
     forecast, total = map(int, re.match(BOTH, log_messages()[-1]).groups())
     assert len(evaluations) == total - forecast < total
     assert result.isfinite().all()
-    assert overridden(unet) == []
+    assert overridden(sd15) == []
     assert torch.equal(run(patched, sampler=sampler), result)
 
 
 @pytest.mark.parametrize("run", [second_pass, from_noise])
-def test_a_lossless_plan_leaves_what_forecasts_alone_make(unet, monkeypatch, run):
-    merged = run(attach(unet, fast(), Shuffle))
+def test_a_lossless_plan_leaves_what_forecasts_alone_make(sd15, monkeypatch, run):
+    merged = run(attach(sd15, fast(), Shuffle))
     # Where it would save too little, nothing merges, and steps are forecast all the same.
     monkeypatch.setattr(patched_model, "LEAST_SAVED", 1.0)
-    patched = attach(unet, fast())
+    patched = attach(sd15, fast())
     alone = run(patched)
     assert not last_run(patched).counts.merged
-    assert relative_error(merged, alone) < 0.01 * relative_error(alone, run(unet))
+    assert relative_error(merged, alone) < 0.01 * relative_error(alone, run(sd15))
 
 
-def test_balanced_leaves_short_runs_to_merging(unet, log_messages):
-    short = second_pass(attach(unet, preset("balanced")))
+def test_balanced_leaves_short_runs_to_merging(sd15, log_messages):
+    short = second_pass(attach(sd15, preset("balanced")))
     assert "forecast" not in log_messages()[-1]
-    assert torch.equal(short, second_pass(attach(unet, preset("balanced", forecast=False))))
-    from_noise(attach(unet, preset("balanced")))
+    assert torch.equal(short, second_pass(attach(sd15, preset("balanced", forecast=False))))
+    from_noise(attach(sd15, preset("balanced")))
     assert re.match(BOTH, log_messages()[-1])
 
 
 def test_a_short_run_from_noise_is_left_to_merging_and_the_log_says_why(
-    unet, log_messages, monkeypatch
+    sd15, log_messages, monkeypatch
 ):
     # Answers of random weights hardly differ.
     monkeypatch.setattr(forecasts, "_SETTLED", 0.0)
-    result = from_noise(attach(unet, fast()), steps=8)
-    assert torch.equal(result, from_noise(attach(unet, preset("fast", forecast=False)), steps=8))
+    result = from_noise(attach(sd15, fast()), steps=8)
+    assert torch.equal(result, from_noise(attach(sd15, preset("fast", forecast=False)), steps=8))
     assert re.match(r"\[ToMe\] merged .*; nothing was forecast: .*", log_messages()[-2])
 
 
-def test_a_sampler_that_is_left_alone_is_named(unet, log_messages):
-    from_noise(attach(unet, fast()), sampler="dpmpp_3m_sde")
+def test_a_sampler_that_is_left_alone_is_named(sd15, log_messages):
+    from_noise(attach(sd15, fast()), sampler="dpmpp_3m_sde")
     assert "; nothing was forecast: under the sampler dpmpp_3m_sde" in log_messages()[-1]
 
 
 @pytest.mark.parametrize("forecast", [True, False])
-def test_custom_switches_forecasts_beside_merging(unet, forecast):
+def test_custom_switches_forecasts_beside_merging(sd15, forecast):
     config = ToMeConfig(ratio=0.5, min_tokens=1, forecast=forecast)
-    patched, evaluations = seen(attach(unet, config))
+    patched, evaluations = seen(attach(sd15, config))
     from_noise(patched)
     counts = last_run(patched).counts
     assert counts.merged and bool(counts.forecast_steps) == forecast
@@ -98,26 +93,26 @@ def test_custom_switches_forecasts_beside_merging(unet, forecast):
 @pytest.mark.parametrize(
     ("name", "run"), [("fast", second_pass), ("fast", from_noise), ("balanced", from_noise)]
 )
-def test_more_ratio_is_less_work_one_step_at_a_time(unet, name, run):
+def test_more_ratio_is_less_work_one_step_at_a_time(sd15, name, run):
     done = []
     for ratio in (0.0, 0.1, 0.5, 0.75, 0.9):
-        patched, evaluations = seen(attach(unet, preset(name, ratio=ratio)))
+        patched, evaluations = seen(attach(sd15, preset(name, ratio=ratio)))
         run(patched)
         done.append(len(evaluations))
     assert done == sorted(done, reverse=True)
 
 
-def test_every_step_is_shown_once(unet):
+def test_every_step_is_shown_once(sd15):
     lines = []
-    from_noise(attach(unet, fast(), on_step=lines.append))
+    from_noise(attach(sd15, fast(), on_step=lines.append))
     assert [int(line.partition("step ")[2].partition("/")[0]) for line in lines] == [*range(1, 21)]
     forecast = [line for line in lines if line.startswith("forecast, step")]
     assert 0 < len(forecast) < 20
     assert all(" blocks, " in line for line in lines if line not in forecast)
 
 
-def test_the_report_says_both(unet):
-    patched = attach(unet, fast(), wants_details=lambda: True)
+def test_the_report_says_both(sd15):
+    patched = attach(sd15, fast(), wants_details=lambda: True)
     second_pass(patched)
     lines = in_words(last_run(patched))
     assert re.fullmatch(r"Done: merged \d of \d blocks, forecast \d of 8 steps", lines[0])
@@ -155,22 +150,22 @@ ERRORS = [RuntimeError, comfy.model_management.InterruptProcessingException, Key
 
 
 @pytest.mark.parametrize("error", ERRORS)
-def test_an_error_in_the_middle_leaves_nothing(unet, error):
-    patched = attach(unet, fast())
-    plain, expected = from_noise(unet), from_noise(patched)
-    with stopped(unet.model.diffusion_model.middle_block[1], error):
+def test_an_error_in_the_middle_leaves_nothing(sd15, error):
+    patched = attach(sd15, fast())
+    plain, expected = from_noise(sd15), from_noise(patched)
+    with stopped(sd15.model.diffusion_model.middle_block[1], error):
         from_noise(patched)
-    assert overridden(unet) == []
+    assert overridden(sd15) == []
     assert torch.equal(from_noise(patched), expected)
-    assert torch.equal(from_noise(unet), plain)
+    assert torch.equal(from_noise(sd15), plain)
 
 
 @pytest.mark.parametrize(("sampler", "is_forecast"), [("euler", True), ("dpmpp_2m", False)])
 def test_beside_a_node_that_changes_answers_before_they_guide_a_sampler_must_not_look_back(
-    unet, log_messages, sampler, is_forecast
+    sd15, log_messages, sampler, is_forecast
 ):
     """As APG does; more than one answer is changed only where there is guidance."""
-    patched = APG.execute(attach(unet, fast()), 1.0, 5.0, 0.0).args[0]
+    patched = APG.execute(attach(sd15, fast()), 1.0, 5.0, 0.0).args[0]
     from_noise(patched, sampler=sampler, cfg=4.0)
     (line,) = log_messages()
     assert (reasons.CHANGED_GUIDANCE in line) != is_forecast
