@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-import dev
 from tools import environment
 from tools.environment import (
     NEWEST,
@@ -72,15 +71,6 @@ def test_the_newest_is_used_unless_another_is_chosen(monkeypatch, tmp_path):
     assert environment.comfyui_directory() == tmp_path
 
 
-def test_what_pytorch_brings_is_pinned_in_one_place():
-    """Raising PyTorch is one edit: its own requirements pin Triton and CUDA's libraries."""
-    lines = environment.CONSTRAINTS.read_text(encoding="utf-8").splitlines()
-    lines += environment.REQUIREMENTS.read_text(encoding="utf-8").splitlines()
-    pinned = [environment.name_of(line) for line in lines if "==" in line]
-    assert not {"torch", "torchaudio", "torchvision", "triton", "cuda-toolkit"} & {*pinned}
-    assert not [name for name in pinned if name.startswith("nvidia-")]
-
-
 def test_what_is_used_is_fetched_once_and_nothing_else_is_unpacked(venv, index):
     for _ in range(2):
         environment._bring_comfyui(OLDEST)
@@ -115,14 +105,6 @@ def test_an_unknown_version_is_refused_with_those_that_are_allowed(option, versi
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 2
     assert f"{version!r} is not one of {allowed}" in ended.stderr
-
-
-def test_options_of_pytest_are_left_to_it():
-    for given in (["--co"], ["-k", "comfyui", "-x"], ["tests/unit", "--comfy"]):
-        arguments, rest = dev._parser().parse_known_args(["test", *given])
-        assert (arguments.comfyui, rest) == (None, given)
-    arguments, rest = dev._parser().parse_known_args(["test", "-x", "--comfyui", OLDEST, "-v"])
-    assert (arguments.comfyui, rest) == (OLDEST, ["-x", "-v"])
 
 
 @pytest.mark.parametrize(
