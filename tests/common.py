@@ -11,12 +11,13 @@ import pytest
 import tomesd
 import torch
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounter
 
 import tome_nodes
 from benchmarks.lossless import lossless
 from tome_nodes.pytorch.patch import _networks_of
 from tome_nodes.pytorch.patched_model import NetworkPatch
-from tome_nodes.settings.config import OPTIONS, ToMeConfig
+from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.strategies.bipartite import BipartiteStrategy
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -40,9 +41,16 @@ TOMESD_OPTIONS = st.fixed_dictionaries(
 )
 
 
-scopes_and_tokens = pytest.mark.parametrize(
-    ("scope", "attn_tokens"),
-    [*(("module", choice) for choice in OPTIONS["attn_tokens"].choices), ("stack", "q,k,v")],
+in_every_scope = pytest.mark.parametrize(
+    "options",
+    [
+        {"attn_tokens": "q,k,v"},
+        {"attn_tokens": "k,v"},
+        {"scope": "stack"},
+        # As under preset fast.
+        {"scope": "stack", "attn_tokens": "k,v", "grows": True},
+    ],
+    ids=str,
 )
 
 
@@ -86,6 +94,30 @@ def check_run(model, network, run, **options):
     assert tome_nodes.remove_patch(model) is model
     assert attributes(network) == before
     assert torch.equal(run(), expected)
+
+
+def check_compiled(case, way, bound=5e-5, steps=2, **options):
+    """Whole graphs are made once and serve each time that a pipeline is patched."""
+    graphs, plain = CompileCounter(), case(steps)
+    tome_nodes.apply_patch(case.pipeline, **options)
+    expected = case(steps)
+    assert relative_error(expected, plain) > 1e-3
+    torch._dynamo.reset()
+    if way == "before":
+        tome_nodes.remove_patch(case.pipeline)
+    case.compile(way, graphs)
+    if way == "before":
+        case(steps)
+    counts = []
+    # There may be more blocks than graphs of one code.
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for _ in range(2):
+            tome_nodes.apply_patch(case.pipeline, **options)
+            assert relative_error(case(steps), expected) < bound
+            counts.append(graphs.frame_count)
+    assert counts[0] == counts[1] > 0
+    tome_nodes.remove_patch(case.pipeline)
+    assert relative_error(case(steps), plain) < bound
 
 
 class Broken:

@@ -26,7 +26,7 @@ else:
     os.environ["TRITON_INTERPRET"] = "1"
 
 # The duration of an example depends on the machine.
-settings.register_profile("untimed", deadline=None)
+settings.register_profile("untimed", deadline=None, max_examples=50)
 settings.load_profile("untimed")
 
 
@@ -126,7 +126,7 @@ def pytest_runtest_setup(item):
 
 
 def pytest_itemcollected(item):
-    """Where tests run side by side, those that need a server share one."""
+    """Where tests run side by side, all that need a server share one."""
     if item.get_closest_marker("xdist_group"):
         return
     if not {"server", "front_end"}.isdisjoint(getattr(item, "fixturenames", ())):

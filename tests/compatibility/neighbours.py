@@ -1,4 +1,4 @@
-"""Other nodes that people put beside ours, each as it changes a model or the sampling of it.
+"""Other nodes that people put beside ours, each as it changes a model or its sampling.
 
 Most are ComfyUI's own. Those of other packs cannot run here, so a stand-in does to the model object
 what they do, and says where that is to be read.
@@ -38,7 +38,7 @@ Sampling = Callable[[ModelPatcher, str], dict[str, Any]]
 class Neighbour:
     """Another node, by its id and the file that defines it, of ComfyUI or of another repository.
 
-    It patches a model, changes its sampling or makes a guider of it. It may be made for some kinds
+    It patches a model, changes its sampling or makes a guider. It may be made for some kinds
     of models only, hardly change the result but how it is computed (``is_exact``), or compile and
     so meet fewer settings (``is_slow``).
     """
@@ -210,7 +210,7 @@ def _in_a_range(model: ModelPatcher, kind: str) -> dict[str, Any]:
 
 
 def _masked(model: ModelPatcher, kind: str) -> dict[str, Any]:
-    """A picture, and a mask of how much of it is to change."""
+    """A picture, and a mask that says how much each part is to change."""
     high, wide = KINDS[kind].size(*SIDES)
     ramp = torch.linspace(0, 1, wide).expand(1, 1, high, wide)
     return {"picture": 0.3, "noise_mask": ramp}

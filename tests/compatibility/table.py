@@ -59,7 +59,7 @@ SETTINGS: Mapping[str, ToMeConfig] = {
 
 
 def settings_on(kind: str, neighbour: Neighbour) -> list[str]:
-    """The settings in which a node meets ours; forecasts have but one."""
+    """The settings under which a node meets ours; forecasts have but one."""
     if kind not in UNETS:
         return ["fast"]
     return ["balanced", "fast"] if neighbour.is_slow else [*SETTINGS]

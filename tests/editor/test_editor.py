@@ -515,7 +515,7 @@ def test_workflow_is_the_same_after_saving_and_loading_the_page_anew(
 def test_templates_are_shown_and_open_from_the_template_browser(fresh_editor):
     """Some of them; what is served is tested for all, and so is that they open."""
     editor, page = fresh_editor, fresh_editor.page
-    # The list holds only those that it has room for, and its search would replace it under a click.
+    # The list holds only what it has room for, and its search would replace it under a click.
     page.set_viewport_size({"width": 1600, "height": 2400})
     templates = page.get_by_role("dialog")
     for name in "tome_txt2img", "tome_wan_video":

@@ -130,7 +130,7 @@ def test_nothing_overlaps_or_sticks_out_of_a_group_and_no_link_leads_back(name):
 
 
 def test_models_are_those_of_comfyuis_own_templates_and_can_be_downloaded():
-    """The editor offers to download those that are not there."""
+    """The editor offers to download models that are missing."""
     package = importlib.util.find_spec("comfyui_workflow_templates_json")
     (folder,) = package.submodule_search_locations
     texts = [file.read_text(encoding="utf-8") for file in Path(folder).rglob("*.json")]

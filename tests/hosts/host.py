@@ -8,6 +8,7 @@ from models import comfyui
 
 from tome_nodes.comfyui.attachment import attach
 from tome_nodes.settings.config import ToMeConfig
+from tome_nodes.settings.presets import settings_of
 from tools.environment import NEWEST, is_earlier
 
 OVERRIDE = "optimized_attention_override"
@@ -39,6 +40,15 @@ def conditioning(value, channels=32, **extras):
 def merging(min_tokens=1, ratio=0.5, **options):
     """Settings that merge the small feature maps of the tests, too."""
     return ToMeConfig(min_tokens=min_tokens, ratio=ratio, **options)
+
+
+def preset(name, **changes):
+    """The settings of a preset, under which small maps merge, too."""
+    return ToMeConfig(**settings_of(name, {}) | {"min_tokens": 1} | changes)
+
+
+def fast(**changes):
+    return preset("fast", **changes)
 
 
 def keys_only(**options):

@@ -2,7 +2,6 @@
 
 import comfy.samplers
 import pytest
-from host import merging
 from models.comfyui import KINDS, sample
 
 from tome_nodes.comfyui.advice import scheduler_instead
@@ -15,7 +14,6 @@ from tome_nodes.settings.presets import settings_of
 SIZE = 24, 24
 """576 tokens in SD 1.5: too few."""
 SECOND = {"denoise": 0.4, "picture": 1.0}
-LEAVE_OUT = "leave ToMe out"
 SAMPLERS = "take euler, dpmpp_2m or res_multistep"
 LONGER = "take 20 steps, of which 8 are skipped"
 
@@ -121,14 +119,6 @@ def test_a_merged_run_hears_of_no_change_that_does_not_help(models, never_settle
     assert line.startswith("merged ")
     assert line.endswith(
         "; nothing was forecast: a run of 6 is too short, forecasts need 20 steps here"
-    )
-
-
-def test_a_run_under_own_settings_hears_how_large_a_picture_would_do(models):
-    nothing = run(models, merging(min_tokens=0), steps=2).nothing
-    assert nothing == (
-        "nothing merged: 576 tokens are fewer than 768, the least that pays off; take a "
-        "picture 1.25 times as wide and high, or leave ToMe out"
     )
 
 

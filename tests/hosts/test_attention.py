@@ -27,7 +27,6 @@ from tome_nodes.patching.key_weights import (
     Ways,
     attend,
     capabilities,
-    way_of,
 )
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.strategies import make_strategy
@@ -106,35 +105,6 @@ def test_the_scale_of_the_caller_is_kept():
         assert_close(actual.double(), expected, atol=1e-5, rtol=1e-5)
         unscaled = weighed(function, q, k, v, sizes, [], scale=None)
         assert torch.equal(unscaled, weighed(function, q, k, v, sizes, []))
-
-
-@pytest.mark.parametrize(
-    ("channels", "with_cudnn", "without_cudnn"),
-    [
-        # With further channels, they stay in the kernel of flash.
-        *((channels, "mask", "channels") for channels in (40, 80)),
-        # cuDNN's heads have at most 128 channels.
-        *((channels, "channels", "channels") for channels in (160, 248)),
-        *((channels, "mask", "mask") for channels in (32, 64, 96, 128, 192, 256, 512)),
-    ],
-)
-def test_ways_by_the_channels_of_a_head(channels, with_cudnn, without_cudnn):
-
-    def best(name, capable, *ways, by_head=False, may_widen=True):
-        return way_of(Tried(name, ways), channels, capable, by_head, may_widen)
-
-    both = "mask", "channels"
-    assert best("attention_pytorch", NEW, *both) == with_cudnn
-    assert best("attention_pytorch", FLASH, *both) == without_cudnn
-    assert best("attention_pytorch", FLASH, *both, by_head=True) == "mask"
-    assert best("attention_pytorch", FLASH, *both, may_widen=False) == "mask"
-    assert best("attention_pytorch", FLASH, "mask") == "mask"
-    assert best("attention_pytorch", OLD, *both) == "mask"
-    for capable in (OLD, FLASH, NEW):
-        assert best("attention_basic", capable, *both) == "mask"
-        assert best("attention_flash", capable, "channels", by_head=True) == "channels"
-        assert best("attention_flash", capable, "channels", may_widen=False) is None
-        assert best("attention_sage", capable) is None
 
 
 def right(q, k, v, heads, mask=None, **kwargs):
@@ -217,12 +187,6 @@ def test_a_function_is_tried_once_and_one_that_is_faster_unweighed_not_at_all():
         attend(weights, unnamed, None, None, q, k, v, HEADS, {})
         counts.append(len(masks))
     assert counts[0] > 1 and counts[1:] == [1, 1]
-
-
-def test_a_trial_leaves_no_trace_in_random_numbers():
-    state = torch.get_rng_state()
-    try_out(right, *on_this_device())
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_trial_that_runs_out_of_memory_says_so():
@@ -314,15 +278,6 @@ def test_each_way_is_right_in_any_precision_and_layout(channels, key_heads, dtyp
         assert notes == [None] * 3
         is_widened = capable is FLASH and channels == 40 and key_heads == HEADS
         assert seen == ["channels" if is_widened else "mask", "mask", "mask"]
-
-
-def test_an_attention_of_the_future_weighs_keys_in_the_way_that_is_right():
-    q, k, v, sizes = tensors(40)
-    expected, notes = attention_to_repeated(q, k, v, sizes), []
-    for function in (right, rounds, ignores_its_mask, fails_with_a_mask):
-        actual = weighed(attention.wrap_attn(function), q, k, v, sizes, notes)
-        assert relative_error(actual.double(), expected) < (0.02 if function is rounds else 1e-5)
-    assert notes == [None] * 4
 
 
 def test_an_attention_that_takes_no_weights_runs_as_it_is():

@@ -7,7 +7,6 @@ import pytest
 import torch
 from common import relative_error
 
-from benchmarks.rounds import interleaved
 from benchmarks.speed import __main__ as command
 from benchmarks.speed import checks, figures, unets
 from benchmarks.speed.measure import Subject
@@ -37,13 +36,6 @@ def test_efficiency_is_the_share_of_the_ideals_saving():
     # There the ideal saves too little.
     assert figures.efficiency(run, "ours attn") is None
     assert figures.efficiency(run, "theirs") is None
-
-
-def test_every_other_round_is_reversed():
-    order = []
-    runs = {name: lambda name=name: order.append(name) or len(order) for name in "ab"}
-    assert interleaved(runs, 2) == {"a": [1, 4], "b": [2, 3]}
-    assert order == ["a", "b", "b", "a"]
 
 
 @pytest.fixture(scope="module")

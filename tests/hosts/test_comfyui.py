@@ -13,10 +13,12 @@ from comfy.patcher_extension import WrappersMP
 from common import ALL_MODULES, Shuffle, input_lengths, relative_error
 from host import (
     compiled,
+    keys_only,
     merging,
     needs,
     no_free_memory,
     overridden,
+    preset,
     sample,
     with_override,
 )
@@ -34,8 +36,7 @@ from tome_nodes.ops.clock import Clock
 from tome_nodes.patching import engine, key_weights
 from tome_nodes.patching.key_weights import Capabilities
 from tome_nodes.patching.schedule import is_active
-from tome_nodes.settings.config import OPTIONS, ToMeConfig
-from tome_nodes.settings.presets import settings_of
+from tome_nodes.settings.config import OPTIONS
 from tome_nodes.strategies.plan import Grid, Plan
 from tome_nodes.strategies.window import WindowStrategy
 
@@ -177,18 +178,17 @@ def test_torch_compile_keeps_one_whole_graph_over_steps_and_runs(
 
 @pytest.mark.newest_only
 @pytest.mark.parametrize(
-    ("preset", "changes", "way", "has_cudnn", "graphs"),
+    ("config", "way", "has_cudnn", "graphs"),
     [
-        ("balanced", {}, "whole", True, 1),
-        ("balanced", {}, "blocks", False, 3),
-        ("paper", {}, "whole", True, 1),
+        (preset("balanced"), "whole", True, 1),
+        (preset("balanced"), "blocks", False, 3),
         # Whole stacks merge at the only level, too.
-        ("fast", {"grows": False}, "whole", False, 1),
-        ("fast", {"grows": False}, "blocks", True, 3),
+        (preset("fast", grows=False), "whole", False, 1),
     ],
+    ids=["balanced", "balanced by block", "fast"],
 )
 def test_a_compiled_model_asks_nothing_of_a_gpu_and_compiles_nothing_later(
-    shallow, fresh_compiler, monkeypatch, preset, changes, way, has_cudnn, graphs
+    shallow, fresh_compiler, monkeypatch, config, way, has_cudnn, graphs
 ):
     """What the device can do, and its attention, is known before: asking would break the graph.
 
@@ -214,7 +214,6 @@ def test_a_compiled_model_asks_nothing_of_a_gpu_and_compiles_nothing_later(
     ):
         monkeypatch.setattr(module, name, only_before(getattr(module, name)))
     steps = 3
-    config = ToMeConfig(**settings_of(preset, {}) | {"min_tokens": 1} | changes)
     expected = sample_tiny(attach(shallow, config), "sd15", steps)
     names = [name for name, _ in shallow.model.named_modules()]
     blocks = [name for name in names if re.search(r"transformer_blocks\.\d+$", name)]
@@ -231,9 +230,8 @@ def test_a_compiled_model_asks_nothing_of_a_gpu_and_compiles_nothing_later(
 
 
 @pytest.mark.newest_only
-@pytest.mark.parametrize("preset", ["balanced", "fast"])
 def test_a_compiled_model_weighs_keys_in_an_attention_that_the_pack_does_not_know(
-    shallow, fresh_compiler, monkeypatch, log_messages, preset
+    shallow, fresh_compiler, monkeypatch, log_messages
 ):
     @host_attention.wrap_attn
     def attention_of_the_future(q, k, v, heads, mask=None, **kwargs):
@@ -241,7 +239,7 @@ def test_a_compiled_model_weighs_keys_in_an_attention_that_the_pack_does_not_kno
 
     for name in ("optimized_attention", "optimized_attention_masked"):
         monkeypatch.setattr(host_attention, name, attention_of_the_future)
-    merged = attach(shallow, ToMeConfig(**settings_of(preset, {}) | {"min_tokens": 1}))
+    merged = attach(shallow, preset("balanced"))
     expected = sample_tiny(merged, "sd15")
     counter = CompileCounter()
     actual = sample_tiny(compiled(merged, backend=counter), "sd15")
@@ -255,8 +253,7 @@ def test_fast_compiles_to_one_graph_where_keys_merge_at_one_level_and_stacks_at_
     models, fresh_compiler
 ):
     model, tiny, counter = models("sdxl"), UNETS["sdxl"], CompileCounter()
-    settings = settings_of("fast", {}) | {"min_tokens": 1, "max_downsample": 4}
-    merged = attach(model, ToMeConfig(**settings))
+    merged = attach(model, preset("fast", max_downsample=4))
     expected = comfyui.sample(merged, tiny, (24, 32), steps=3)
     by_before = last_run(merged).counts.merged
     assert {len(blocks) for blocks in by_before.values()} == {3, 8}
@@ -268,9 +265,7 @@ def test_fast_compiles_to_one_graph_where_keys_merge_at_one_level_and_stacks_at_
 @pytest.mark.parametrize(
     "settings", [{"scope": "stack"}, {"attn_tokens": "k,v", "grows": True}], ids=str
 )
-@pytest.mark.parametrize(
-    ("text", "has_override"), [(20, True), (24, False), (96, False), (96, True)]
-)
+@pytest.mark.parametrize(("text", "has_override"), [(20, True), (24, False), (96, True)])
 def test_blocks_that_run_untouched_weigh_keys_as_blocks_that_are_followed(
     models, settings, text, has_override
 ):
@@ -340,15 +335,15 @@ def test_a_later_block_without_self_attention_is_not_counted():
 
 
 @pytest.mark.parametrize(
-    ("settings", "plans"),
+    ("config", "plans"),
     [
-        (settings_of("balanced", {}), 7),
-        (settings_of("fast", {}), 7),
-        ({"strategy": "window", "attn_tokens": "k,v"}, 11),
+        (preset("balanced", max_downsample=4), 7),
+        (preset("fast", max_downsample=4), 7),
+        (keys_only(max_downsample=4), 11),
     ],
     ids=["balanced", "fast", "custom"],
 )
-def test_under_presets_one_plan_serves_all_blocks_of_a_stack(models, monkeypatch, settings, plans):
+def test_under_presets_one_plan_serves_all_blocks_of_a_stack(models, monkeypatch, config, plans):
     """SDXL's tiny UNet has 11 blocks in 7 stacks."""
     made, plan = [], WindowStrategy.plan
 
@@ -357,7 +352,6 @@ def test_under_presets_one_plan_serves_all_blocks_of_a_stack(models, monkeypatch
         return plan(self, features, grid, ratio)
 
     monkeypatch.setattr(WindowStrategy, "plan", counted)
-    config = ToMeConfig(**settings | {"min_tokens": 1, "max_downsample": 4})
     patched = attach(models("sdxl"), config)
     comfyui.sample(patched, UNETS["sdxl"], (24, 32), steps=1)
     assert last_run(patched).counts.merged_blocks == 11

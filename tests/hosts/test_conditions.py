@@ -1,4 +1,4 @@
-"""What ComfyUI and its nodes keep of the ranges in which something changes the model's answer."""
+"""What ComfyUI and its nodes keep of ranges where something changes the model's answer."""
 
 from functools import partial
 from types import SimpleNamespace

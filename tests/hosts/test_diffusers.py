@@ -15,12 +15,13 @@ from common import (
     EVERYTHING,
     TOMESD_OPTIONS,
     attributes,
+    check_compiled,
     check_lossless,
     check_run,
+    in_every_scope,
     input_lengths,
     merged_everywhere,
     relative_error,
-    scopes_and_tokens,
     shuffle,
     stopped,
     theirs_and_ours,
@@ -50,8 +51,6 @@ from torch._dynamo.testing import CompileCounter
 
 import tome_nodes
 from tome_nodes import reasons
-from tome_nodes.ops import TORCH
-from tome_nodes.patching.key_weights import Capabilities, KeyWeights, Ways
 from tome_nodes.pytorch.diffusers_unets import DiffusersUNets
 from tome_nodes.pytorch.patched_model import NetworkPatch
 from tome_nodes.pytorch.patched_unet import UNetContext
@@ -81,17 +80,10 @@ def test_every_pipeline_merges_and_is_as_before_without(name, attn_tokens, log_m
     assert merged_everywhere(log_messages()[0])
 
 
+@in_every_scope
 @pytest.mark.parametrize("family", ["sd15", "sdxl"])
-def test_a_lossless_plan_of_preset_fast_reproduces_the_unet(family):
-    check_lossless(make_unet(family), call, scope="stack", attn_tokens="k,v", grows=True)
-
-
-@scopes_and_tokens
-@pytest.mark.parametrize("family", ["sd15", "sdxl"])
-def test_a_lossless_plan_reproduces_the_unet_in_every_scope(
-    family, scope, attn_tokens, log_messages
-):
-    check_lossless(make_unet(family), call, scope=scope, attn_tokens=attn_tokens)
+def test_a_lossless_plan_reproduces_the_unet_in_every_scope(family, options, log_messages):
+    check_lossless(make_unet(family), call, **options)
     assert merged_everywhere(log_messages()[-1])
 
 
@@ -131,20 +123,18 @@ def ip_adapter(unet):
 
 
 PROCESSORS = {
-    "default": lambda unet: None,
     "eager": lambda unet: unet.set_attn_processor(attention_processor.AttnProcessor()),
     "sliced": lambda unet: unet.set_attn_processor(attention_processor.SlicedAttnProcessor(2)),
     "fused": UNet2DConditionModel.fuse_qkv_projections,
 }
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("name", PROCESSORS)
-def test_attention_processors(unet, name, when):
+def test_attention_processors_that_are_set_once_a_unet_is_patched(unet, name):
+    """Those that are set before have a table of their own."""
     expected = call(unet)
-    changes = PROCESSORS[name], shuffle
-    for change in changes if when == "before" else changes[::-1]:
-        change(unet)
+    shuffle(unet)
+    PROCESSORS[name](unet)
     assert relative_error(call(unet), expected) < ROUNDING
     tome_nodes.apply_patch(unet)
     assert relative_error(call(unet), expected) > 1e-3
@@ -174,23 +164,6 @@ def test_queries_and_keys_cannot_differ_before_fused_projections(unet, log_messa
     tome_nodes.apply_patch(unet, attn_tokens="k,v")
     assert relative_error(call(unet), expected) < ROUNDING
     assert log_messages() == [f"[ToMe] nothing merged: {reasons.FUSED}"]
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["default", "eager", "sliced"])
-def test_a_weighed_key_counts_as_often_as_the_tokens_it_stands_for(unet, name):
-    PROCESSORS[name](unet)
-    attention = blocks_of(unet)[0].attn1
-    queries, keys = noise(2, 9, 32), noise(2, 5, 32, seed=2)
-    sizes = torch.tensor([3, 1, 4, 1, 2], device=DEVICE)
-    ways = Ways(keys.device, keys.dtype, Capabilities())
-    weights = KeyWeights(sizes.log().expand(2, -1), TORCH, ways, lambda _: None)
-    weighed = DiffusersUNets.record.weigh_keys({}, weights, None)
-    repeated = keys.repeat_interleave(sizes, dim=1)
-    expected = attention(queries, encoder_hidden_states=repeated)
-    actual = attention(queries, encoder_hidden_states=keys, **weighed)
-    assert relative_error(actual, expected) < ROUNDING
-    assert relative_error(attention(queries, encoder_hidden_states=keys), expected) > 1e-2
 
 
 @torch.no_grad()
@@ -330,9 +303,13 @@ def test_a_copy_merges_in_its_own_weights(unet, copied):
     assert type(unet) is not UNet2DConditionModel
 
 
-@pytest.mark.parametrize("failure", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize(
-    "place", ["mid_block.attentions.0.transformer_blocks.0.ff", "up_blocks.2.resnets.0.conv1", ""]
+    ("place", "failure"),
+    [
+        ("mid_block.attentions.0.transformer_blocks.0.ff", KeyboardInterrupt),
+        ("up_blocks.2.resnets.0.conv1", RuntimeError),
+        ("", KeyboardInterrupt),
+    ],
 )
 def test_a_call_that_fails_leaves_nothing_behind_and_blocks_no_other(place, failure):
     """PyTorch runs no hooks after an interrupt, and nothing of ours runs outside of the modules."""
@@ -425,33 +402,11 @@ IN_STACKS = {"scope": "stack", "strategy": "window"}
 
 @pytest.mark.parametrize(
     ("options", "way"),
-    [
-        *((IN_STACKS, way) for way in COMPILED),
-        *((IN_MODULES, way) for way in ("before", "compile_repeated_blocks")),
-    ],
+    [*((IN_STACKS, way) for way in COMPILED), (IN_MODULES, "before")],
     ids=str,
 )
 def test_torch_compile_makes_whole_graphs_once(fresh_compiler, options, way):
-    case, graphs = sd15("one_level"), CompileCounter()
-    plain = case()
-    tome_nodes.apply_patch(case.pipeline, **options)
-    expected = case()
-    torch._dynamo.reset()
-    if way == "before":
-        tome_nodes.remove_patch(case.pipeline)
-    case.compile(way, graphs)
-    if way == "before":
-        case()
-    counts = []
-    # There may be more blocks than graphs of one code.
-    with torch._dynamo.config.patch(recompile_limit=2):
-        for _ in range(2):
-            tome_nodes.apply_patch(case.pipeline, **options)
-            assert relative_error(case(), expected) < ROUNDING
-            counts.append(graphs.frame_count)
-    assert counts[0] == counts[1] > 0
-    tome_nodes.remove_patch(case.pipeline)
-    assert relative_error(case(), plain) < ROUNDING
+    check_compiled(sd15("one_level"), way, **options)
 
 
 def test_gradients_through_merged_tokens_are_those_of_finite_differences(unet):
@@ -473,9 +428,7 @@ def test_gradients_through_merged_tokens_are_those_of_finite_differences(unet):
 
 
 DYNAMIC = {
-    "plain": None,
     "defaults": {},
-    "window": {"scope": "stack", "strategy": "window"},
     "balanced": {"preset": "balanced"},
     "fast": {"preset": "fast"},
 }
@@ -487,8 +440,7 @@ def test_one_graph_serves_batches_of_any_size_that_are_marked_as_dynamic(fresh_c
     if name in ("balanced", "fast") and torch.__version__ < "2.14":
         pytest.skip("PyTorch before 2.14 fixes the batch where attention has a mask")
     unet, graphs = make_unet("one_level"), CompileCounter()
-    if DYNAMIC[name] is not None:
-        tome_nodes.apply_patch(unet, **DYNAMIC[name])
+    tome_nodes.apply_patch(unet, **DYNAMIC[name])
     expected = {batch: call(unet, batch=batch, grid=(32, 32)) for batch in (2, 3, 5)}
     compiled = torch.compile(unet, backend=graphs, fullgraph=True)
     for batch, output in expected.items():
@@ -724,13 +676,12 @@ KEPT = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("way", KEPT)
-@pytest.mark.parametrize("options", [{}, {"scope": "stack", "proportional_attn": True}], ids=str)
-def test_a_model_that_is_traced_or_exported_runs_on_all_tokens(unet, log_messages, way, options):
+def test_a_model_that_is_traced_or_exported_runs_on_all_tokens(unet, log_messages, way):
     """What it keeps would have the random picks of a single step."""
     sample, text = inputs(unet).values()
     given = sample, torch.tensor(500), text
     plain = call(unet)
-    tome_nodes.apply_patch(unet, **options)
+    tome_nodes.apply_patch(unet)
     kept = KEPT[way](Called(unet).eval(), given)
     assert relative_error(kept(*given), plain) < ROUNDING
     assert log_messages() == [f"[ToMe] nothing merged: {reasons.TRACED}"]
@@ -738,7 +689,7 @@ def test_a_model_that_is_traced_or_exported_runs_on_all_tokens(unet, log_message
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"attn_tokens": "k,v", "proportional_attn": True}, IN_STACKS], ids=str
+    "options", [{"attn_tokens": "k,v", "proportional_attn": True}, IN_STACKS], ids=str
 )
 def test_gradients_of_gradients_and_in_forward_mode_are_those_of_finite_differences(unet, options):
     """With attention in steps, since PyTorch's own in one has no gradients of gradients."""

@@ -1,19 +1,14 @@
 """Forecasts of the answers of real transformers, in real pipelines of diffusers."""
 
-import copy
-import gc
-import weakref
 from collections import Counter
-from contextlib import nullcontext
 from itertools import accumulate
 from types import SimpleNamespace
 
 import diffusers
 import pytest
 import torch
-from common import attributes, relative_error
+from common import attributes, check_compiled, relative_error
 from models.pipelines import (
-    COMPILED,
     DEVICE,
     OFFLOADS,
     TRANSFORMERS,
@@ -23,12 +18,10 @@ from models.pipelines import (
     noise,
     sd3,
 )
-from torch._dynamo.testing import CompileCounter
 
 import tome_nodes
 from tome_nodes import reasons
 from tome_nodes.forecasting import forecasts
-from tome_nodes.forecasting.forecasts import Forecasts
 from tome_nodes.forecasting.steps import log_snr, steps_that_run
 from tome_nodes.pytorch import pipeline_runs
 from tome_nodes.pytorch.diffusers_transformers import DiffusersTransformers
@@ -49,6 +42,11 @@ def answers_may_turn_back(monkeypatch):
         self.came = None
 
     monkeypatch.setattr(forecasts._Line, "add", add_without_a_look)
+
+
+@pytest.fixture
+def case():
+    return flux()
 
 
 UNGUIDED = {"qwen_image": {"true_cfg_scale": 1.0}, "z_image": {"guidance_scale": 0.0}}
@@ -109,7 +107,7 @@ def test_every_pipeline_forecasts_and_is_as_before_without(name, log_messages):
     ],
 )
 def test_a_run_says_whether_it_helped(caplog, monkeypatch, seconds, words):
-    """The times are of its steps but the last; the first, in which devices warm up, is long."""
+    """It takes the times of all steps but the last; the first, where devices warm up, is long."""
     caplog.set_level("INFO", logger="tome_nodes")
     begun = accumulate(seconds, initial=0)
     # With guidance, there are two calls in a step.
@@ -287,9 +285,8 @@ def test_steps_are_counted_where_half_precision_cannot_tell_their_timesteps_apar
 
 @torch.no_grad()
 @pytest.mark.parametrize("is_told", [True, False])
-def test_a_picture_to_begin_with_begins_at_a_later_step(is_told):
+def test_a_picture_to_begin_with_begins_at_a_later_step(case, is_told):
     """Of the four steps that are left, the third is forecast."""
-    case = flux()
     given, scheduler = case.called(), case.pipeline.scheduler
     tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced")
     counts = calls_by_step(case)
@@ -306,16 +303,14 @@ def test_a_picture_to_begin_with_begins_at_a_later_step(is_told):
 @pytest.mark.parametrize(
     ("given", "runs"), [({"start_percent": 0.5}, {3}), ({"end_percent": 0.5}, {6})], ids=str
 )
-def test_percents_are_shares_of_the_steps(given, runs):
-    case = flux()
+def test_percents_are_shares_of_the_steps(case, given, runs):
     counts = calls_by_step(case)
     tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced", **given)
     case(steps=8)
     assert counts.keys() == {0, 1, 2, 4, 5, 7} | runs
 
 
-def test_percents_that_cover_no_step_say_so(log_messages):
-    case = flux()
+def test_percents_that_cover_no_step_say_so(case, log_messages):
     tome_nodes.apply_patch(case.pipeline, preset="balanced", start_percent=0.9)
     case(steps=8)
     (line,) = log_messages()
@@ -400,8 +395,7 @@ class Wrapper(torch.nn.Module):
         return self.inner(*args, **kwargs)
 
 
-def test_a_transformer_in_a_wrapper_is_left_alone(log_messages):
-    case = flux()
+def test_a_transformer_in_a_wrapper_is_left_alone(case, log_messages):
     plain = case(steps=4)
     case.pipeline.transformer = Wrapper(case.network)
     tome_nodes.apply_patch(case.pipeline, preset="balanced")
@@ -411,27 +405,10 @@ def test_a_transformer_in_a_wrapper_is_left_alone(log_messages):
     ]
 
 
-def test_a_ratio_of_0_forecasts_nothing_whatever_its_end():
-    case = flux()
+def test_a_ratio_of_0_forecasts_nothing_whatever_its_end(case):
     before = attributes(case.network)
     tome_nodes.apply_patch(case.pipeline, 0.0, ratio_end=0.4, forecast=True)
     assert attributes(case.network) == before
-
-
-@torch.no_grad()
-def test_calls_that_the_scheduler_knows_nothing_of_are_left_alone(log_messages):
-    case = flux()
-    given = case.called()
-    times = [given["timestep"] * share for share in (0.9, 0.8, 0.6, 0.4)]
-    case.pipeline.scheduler.set_timesteps(4, device=DEVICE, mu=1.0)
-
-    def answers():
-        return [case.network(**given | {"timestep": time})[0] for time in times]
-
-    expected = answers()
-    tome_nodes.apply_patch(case.pipeline, preset="balanced")
-    assert all(map(torch.equal, answers(), expected))
-    assert log_messages() == [f"[ToMe] nothing was forecast: {reasons.OTHER_NOISE}"]
 
 
 @pytest.mark.parametrize(
@@ -451,48 +428,8 @@ def test_answers_of_another_form_are_not_forecast(name, others):
     assert flow_call(case.network, (), given | others) == reasons.OTHER_FORM
 
 
-@pytest.mark.parametrize("name", ["flux", "wan"])
-@pytest.mark.parametrize("failure", [None, RuntimeError, KeyboardInterrupt])
-def test_nothing_is_left_after_a_run(name, failure, monkeypatch):
-    case = TRANSFORMERS[name]()
-    kept = []
-    observe = Forecasts.observe
-
-    def spy(self, *args):
-        kept.append(weakref.ref(self))
-        return observe(self, *args)
-
-    def fail(*_):
-        if failure is not None and case.pipeline.scheduler.step_index == 5:
-            raise failure("on purpose")
-
-    monkeypatch.setattr(Forecasts, "observe", spy)
-    tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced")
-    forecast, patched = case(steps=8), attributes(case.network)
-    hooks = [network.register_forward_hook(fail) for network in networks_of(case)]
-    with nullcontext() if failure is None else pytest.raises(failure, match="on purpose"):
-        case(steps=8)
-    for hook in hooks:
-        hook.remove()
-    assert attributes(case.network) == patched
-    gc.collect()
-    assert len(kept) > 8 and not any(reference() for reference in kept)
-    assert torch.equal(case(steps=8), forecast)
-
-
-def test_copies_of_a_pipeline_follow_their_own_scheduler():
-    case = flux()
-    tome_nodes.apply_patch(case.pipeline, preset="balanced")
-    expected = case(steps=8)
-    case.pipeline = copy.deepcopy(case.pipeline)
-    counts = calls_by_step(case)
-    assert torch.equal(case(steps=8), expected)
-    assert len(counts) == 6
-
-
 @pytest.mark.parametrize("way", OFFLOADS)
-def test_offloading(way, log_messages):
-    case = flux()
+def test_offloading(case, way, log_messages):
     tome_nodes.apply_patch(case.pipeline, preset="balanced")
     expected = case(steps=8)
     OFFLOADS[way](case.network)
@@ -500,28 +437,13 @@ def test_offloading(way, log_messages):
     assert log_messages() == ["[ToMe] forecast 2/8 steps (4, 7)"]
 
 
-@pytest.mark.parametrize("way", COMPILED)
-def test_torch_compile_makes_whole_graphs_once(fresh_compiler, way):
-    case, graphs = flux(), CompileCounter()
-    plain = case(steps=8)
-    tome_nodes.apply_patch(case.pipeline, preset="balanced")
-    expected = case(steps=8)
-    if way == "before":
-        tome_nodes.remove_patch(case.pipeline)
-    case.compile(way, graphs)
-    counts = []
-    for _ in range(2):
-        tome_nodes.apply_patch(case.pipeline, preset="balanced")
-        assert relative_error(case(steps=8), expected) < 1e-5
-        counts.append(graphs.frame_count)
-    assert counts[0] == counts[1] > 0
-    tome_nodes.remove_patch(case.pipeline)
-    assert relative_error(case(steps=8), plain) < 1e-5
+@pytest.mark.parametrize("way", ["after", "compile_repeated_blocks"])
+def test_torch_compile_makes_whole_graphs_once(case, fresh_compiler, way):
+    check_compiled(case, way, bound=1e-5, steps=8, preset="balanced")
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_beside_a_cache(is_first):
-    case = flux()
+def test_beside_a_cache(case, is_first):
     cache = diffusers.FirstBlockCacheConfig(threshold=0.3)
     counts = calls_by_step(case)
     if is_first:
@@ -534,8 +456,7 @@ def test_beside_a_cache(is_first):
 
 
 @pytest.mark.parametrize("options", [{}, {"preset": "paper"}, {"ratio": 0.3, "min_tokens": 0}])
-def test_settings_that_only_merge_are_refused_before_anything_is_patched(options):
-    case = flux()
+def test_settings_that_only_merge_are_refused_before_anything_is_patched(case, options):
     before = attributes(case.network)
     with pytest.raises(ValueError, match=r"forecast=False is not allowed .* preset='balanced'"):
         tome_nodes.apply_patch(case.pipeline, **options)
@@ -544,8 +465,7 @@ def test_settings_that_only_merge_are_refused_before_anything_is_patched(options
     assert attributes(case.network) != before
 
 
-def test_a_transformer_without_its_pipeline_is_refused_and_can_be_restored():
-    case = flux()
+def test_a_transformer_without_its_pipeline_is_refused_and_can_be_restored(case):
     before = attributes(case.network)
     with pytest.raises(ValueError, match=r"FluxTransformer2DModel alone .* pass its pipeline"):
         tome_nodes.apply_patch(case.network, preset="balanced")

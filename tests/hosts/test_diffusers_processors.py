@@ -14,11 +14,14 @@ import torch
 from common import attributes, merged_everywhere, relative_error, shuffle
 from diffusers.models import attention_processor
 from diffusers.models.attention import BasicTransformerBlock
-from models.pipelines import call, make_unet, noise
+from models.pipelines import DEVICE, call, make_unet, noise
 from models.unet_pipelines import make
 
 import tome_nodes
 from tome_nodes import reasons
+from tome_nodes.ops import TORCH
+from tome_nodes.patching.key_weights import Capabilities, KeyWeights, Ways
+from tome_nodes.pytorch.diffusers_unets import DiffusersUNets
 
 pytestmark = pytest.mark.newest_only
 
@@ -147,13 +150,16 @@ def test_what_merges_takes_keys_from_outside_and_weighs_them(name, xformers):
     """As often as the tokens that they stand for; its own tokens from outside change nothing."""
     attention = next(m for m in make_unet().modules() if isinstance(m, BasicTransformerBlock)).attn1
     queries, keys = noise(4, 9, 32), noise(4, 5, 32, seed=2)
-    sizes = torch.tensor([3, 1, 4, 1, 2])
+    sizes = torch.tensor([3, 1, 4, 1, 2], device=DEVICE)
+    ways = Ways(keys.device, keys.dtype, Capabilities())
+    weights = KeyWeights(sizes.log().expand(4, -1), TORCH, ways, lambda _: None)
+    weighed = DiffusersUNets.record.weigh_keys({}, weights, None)
     expected = attention(queries, encoder_hidden_states=keys.repeat_interleave(sizes, dim=1))
     alone = attention(queries)
     attention.set_processor(MERGING[name]())
-    mask = sizes.log().expand(4, -1)[:, None]
-    actual = attention(queries, encoder_hidden_states=keys, attention_mask=mask)
+    actual = attention(queries, encoder_hidden_states=keys, **weighed)
     assert relative_error(actual, expected) < ROUNDING
+    assert relative_error(attention(queries, encoder_hidden_states=keys), expected) > 1e-2
     for given in {}, {"encoder_hidden_states": queries}:
         assert relative_error(attention(queries, **given), alone) < ROUNDING
 

@@ -1,9 +1,6 @@
 """The judges of fidelity measure what they claim to, and find no error in unpatched models."""
 
-import dataclasses
 import json
-import math
-import sys
 
 import pytest
 import torch
@@ -99,23 +96,6 @@ def test_a_stopped_training_goes_on_and_its_average_paints(monkeypatch, tmp_path
     assert judge.expected.shape == (3, 3, 64, 64)
 
 
-def test_a_forecast_continues_a_straight_line_in_the_logarithm_of_signal_to_noise(
-    small, monkeypatch
-):
-    monkeypatch.setattr(rivals, "DAMPING", 1.0)
-    patched = rivals.forecast()(small.model)
-    (predict,) = patched.wrappers["predict_noise"]["forecast"]
-    levels = torch.linspace(0.95, 0, 9)
-
-    def line(_x, level, *_):
-        return torch.full((1,), 3 * 2 * math.log((1 - level) / level) + 1)
-
-    options_of_run = {"transformer_options": {"sample_sigmas": levels}}
-    for level in levels[:-1]:
-        forecast = predict(line, torch.zeros(1), level[None], options_of_run, 0)
-        assert forecast.item() == pytest.approx(line(None, float(level)).item(), rel=1e-4)
-
-
 @pytest.fixture
 def small(monkeypatch):
     monkeypatch.setattr(scene_transformer, "LATENT_SIDE", 16)
@@ -178,44 +158,3 @@ def test_the_summary_takes_the_worst_number_of_steps():
     }
     assert page.summary(result) == "summary: vs_fewer_steps_image=0.50 vs_tomesd_pictures=0.75"
     assert page.summary({}) == "summary:"
-
-
-def test_the_page_says_where_each_row_comes_from():
-    first = {"command": "bench", "machine": "paper", "date": "2026-01-02"}
-    again = {"command": "again", "machine": "stone", "date": "2026-01-03"}
-    ours = row(page.OURS, 0.5, 0.25, origin=first)
-    theirs = row(page.CACHE, 0.5, 0.5, origin=again, flicker=0.5)
-    text = page.markdown({"video": {"8": {"ours": ours, "theirs": theirs}}}, "summary: all=well")
-    assert "`summary: all=well`" in text
-    assert text.count("`bench`, paper, 2026-01-02.") == 1
-    assert text.count("Of theirs: `again`, stone, 2026-01-03.") == 1
-    cells = [[cell.strip() for cell in line.split("|")[1:7]] for line in text.splitlines()]
-    assert ["**ours**", "ours", "0.50", "8", "0.2500", "0.9000"] in cells
-    assert "](fidelity-video.webp)" in text and "](fidelity-video-pictures.webp)" in text
-
-
-def test_a_judge_is_asked_what_the_command_line_says(monkeypatch):
-    def asked(*given):
-        monkeypatch.setattr(sys, "argv", ["bench", *given])
-        return {
-            (name, steps): [option.name for option in chosen]
-            for name, steps, _, chosen in fidelity.asked(fidelity._arguments())
-        }
-
-    for name, bench in judges.BENCHES.items():
-        quick = dataclasses.replace(bench, make=lambda steps: None)
-        monkeypatch.setitem(judges.BENCHES, name, quick)
-    assert list(judges.BENCHES) == list(page.JUDGES)
-    assert asked("--only", "image", "--steps", "8", "--names", "6 steps", "forecast") == {
-        ("image", 8): ["6 steps", "forecast"]
-    }
-    with pytest.raises(SystemExit, match=r"--names has \['7 leaps'\]; there are .*6 steps"):
-        asked("--names", "7 leaps")
-    quick = asked("--quick")
-    assert list(quick) == [
-        *(("pictures", 12), ("hires", 8), ("image", 8), ("few", 4)),
-        *(("second", 8), ("video", 8), ("edit", 8)),
-    ]
-    assert quick["hires", 8] == [
-        *("6 steps", "5 steps", "4 steps", page.TOMESD, page.DEFAULT, page.FAST_DEFAULT)
-    ]

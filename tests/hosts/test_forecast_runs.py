@@ -1,4 +1,4 @@
-"""Steps in which the model does not run, in the host's own samplers."""
+"""Steps without the model, in the host's own samplers."""
 
 import gc
 import weakref
@@ -10,6 +10,7 @@ from comfy.patcher_extension import WrappersMP
 from comfy_extras.nodes_context_windows import ContextWindowsManualNode
 from common import relative_error
 from compatibility.neighbours import BY_NAME
+from host import fast, preset
 from models.comfyui import AURA_FLOW, KINDS, TINY, build_class, conditioning, sample
 
 from benchmarks.fidelity import rivals
@@ -24,13 +25,8 @@ from tome_nodes.report.pages import hint_for, in_words, report_of
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.presets import settings_of
 
-FAST = settings_of("fast", {"ratio": 0.6})
 SIZE = 8, 10
 GOOD = "euler", "dpmpp_2m", "res_multistep"
-
-
-def configured(**others):
-    return ToMeConfig(**{**FAST, "min_tokens": 1, **others})
 
 
 def sampled(model, steps=8, kind="flux", **options):
@@ -65,17 +61,12 @@ def levels_of(evaluations):
     return {level for level, _, _ in evaluations}
 
 
-def test_a_ratio_of_0_forecasts_nothing_whatever_its_end(flux):
-    assert is_attached(attach(flux, configured(ratio=0.1)))
-    assert not is_attached(attach(flux, configured(ratio=0.0, ratio_end=0.4)))
-
-
 @pytest.mark.parametrize("kind", ["flux", "wan21", "qwen_image", "ltxav", "z_image"])
 def test_the_model_is_left_out_where_a_straight_line_takes_its_place(
     models, log_messages, monkeypatch, kind
 ):
     model = models(kind)
-    patched, answers = seen(attach(model, configured()))
+    patched, answers = seen(attach(model, fast()))
     monkeypatch.setattr(forecasts, "_corrected", lambda *_: None)
     forecast = sampled(patched, 6, kind)
     # The rival puts the line in place of the guided answer, which is the same as of both parts.
@@ -91,7 +82,7 @@ def test_the_step_after_a_forecast_makes_up_for_its_error(models, monkeypatch, k
     """In the arithmetic of the sampler, with the line between the answers around the forecast."""
     monkeypatch.setattr(forecasts, "_RESPONSE", 0.0)
     outside, given = seen_by_sampler(models(kind))
-    patched, answers = seen(attach(outside, configured()))
+    patched, answers = seen(attach(outside, fast()))
     sampled(patched, 6, kind, cfg=1.0)
     assert len(given) == 6 and len(answers) == 4
     answered = {level: denoised for level, _, denoised in answers}
@@ -120,7 +111,7 @@ def test_the_samplers_that_hold_are_the_hosts():
 @pytest.mark.parametrize(("sampler", "is_changed"), [("sa_solver", False), ("dpmpp_2m", True)])
 def test_samplers_that_make_more_of_answers_get_them_as_they_are(flux, sampler, is_changed):
     outside, given = seen_by_sampler(flux)
-    patched, answers = seen(attach(outside, configured()))
+    patched, answers = seen(attach(outside, fast()))
     sampled(patched, 8, cfg=1.0, sampler=sampler)
     assert len(given) == 8 and len(answers) < 8
     got = {level: denoised for level, _, denoised in given}
@@ -144,7 +135,7 @@ def test_samplers_that_make_more_of_answers_get_them_as_they_are(flux, sampler, 
     ],
 )
 def test_a_run_that_cannot_be_forecast_is_the_plain_one(flux, log_messages, steps, sampler, why):
-    result = sampled(attach(flux, configured()), steps, sampler=sampler)
+    result = sampled(attach(flux, fast()), steps, sampler=sampler)
     assert torch.equal(result, sampled(flux, steps, sampler=sampler))
     assert log_messages() == [f"[ToMe] nothing was forecast: {why}"]
 
@@ -161,7 +152,7 @@ def test_a_run_shows_what_a_sampler_does_whatever_its_name(
     flux, log_messages, monkeypatch, sampler, why
 ):
     monkeypatch.setattr(forecast_part, "SAMPLERS", {sampler: SAMPLERS["euler"]})
-    result = sampled(attach(flux, configured()), sampler=sampler)
+    result = sampled(attach(flux, fast()), sampler=sampler)
     assert torch.equal(result, sampled(flux, sampler=sampler))
     assert log_messages() == [f"[ToMe] nothing was forecast: {why}"]
 
@@ -173,7 +164,7 @@ def test_a_sampler_within_another_counts(flux, log_messages):
     for name, expected in (("euler", "forecast 2/8 steps"), ("heun", "under the sampler heun")):
         inner = comfy.samplers.sampler_object(name)
         outer = comfy.samplers.KSAMPLER(sample_wrapping, {"inner": inner})
-        guided(attach(flux, configured()), sampler=outer)
+        guided(attach(flux, fast()), sampler=outer)
         assert expected in log_messages()[-1]
 
 
@@ -198,9 +189,7 @@ def test_only_some_samplers_take_noise_levels_that_count_as_one(
     flux, log_messages, sampler, steps, is_forecast
 ):
     levels = torch.cat([torch.tensor([1.0, 0.999]), torch.linspace(0.95, 0, steps - 1)])
-    guided(
-        attach(flux, configured()), sampler=comfy.samplers.sampler_object(sampler), sigmas=levels
-    )
+    guided(attach(flux, fast()), sampler=comfy.samplers.sampler_object(sampler), sigmas=levels)
     assert ("fall too unevenly" not in log_messages()[-1]) == is_forecast
 
 
@@ -210,13 +199,13 @@ def test_no_run_is_forecast_that_takes_over_just_below_the_highest_noise(
 ):
     """As the second half of linear_quadratic, whose first half is noise alone."""
     latent = torch.ones(1, TINY["flux"].channels, *SIZE)
-    guided(attach(flux, configured()), sigmas=torch.linspace(first, 0, 9), latent=latent)
+    guided(attach(flux, fast()), sigmas=torch.linspace(first, 0, 9), latent=latent)
     assert ("fall too unevenly" not in log_messages()[-1]) == is_forecast
 
 
 def test_the_callback_of_the_host_is_called_as_without(flux):
     seen_steps = []
-    guided(attach(flux, configured()), callback=lambda step, *_: seen_steps.append(step))
+    guided(attach(flux, fast()), callback=lambda step, *_: seen_steps.append(step))
     assert seen_steps == [*range(8)]
 
 
@@ -242,8 +231,8 @@ def test_beside_some_nodes_nothing_is_forecast(flux, log_messages, name, why, is
     def patch(model):
         return BY_NAME[name].patch(model, "flux") if name in BY_NAME else moving_windows(model)
 
-    ours = attach(flux, configured())
-    result = sampled(patch(ours) if is_last else attach(patch(flux), configured()))
+    ours = attach(flux, fast())
+    result = sampled(patch(ours) if is_last else attach(patch(flux), fast()))
     assert torch.equal(result, sampled(patch(flux))) == (why is not None)
     expected = "forecast 3/8 steps (3, 5, 7)" if why is None else f"nothing was forecast: {why}"
     assert log_messages() == [f"[ToMe] {expected}"]
@@ -251,7 +240,7 @@ def test_beside_some_nodes_nothing_is_forecast(flux, log_messages, name, why, is
 
 def test_noise_that_a_sampler_adds_on_top_is_left_alone(flux, log_messages):
     churning = comfy.samplers.ksampler("euler", {"s_churn": 2.0})
-    guided(attach(flux, configured()), sampler=churning)
+    guided(attach(flux, fast()), sampler=churning)
     expected = reasons.sampler("euler with s_churn", GOOD)
     assert log_messages() == [f"[ToMe] nothing was forecast: {expected}"]
 
@@ -271,7 +260,7 @@ def test_other_nodes_see_forecasts_as_answers_whatever_the_order(flux, is_last):
         clone.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "other", wrapper)
         return clone
 
-    patched = add(attach(flux, configured())) if is_last else attach(add(flux), configured())
+    patched = add(attach(flux, fast())) if is_last else attach(add(flux), fast())
     patched, answers = seen(patched)
     sampled(patched)
     assert len(guided_answers) == 8 and len(levels_of(answers)) == 5
@@ -281,11 +270,11 @@ def test_other_nodes_see_forecasts_as_answers_whatever_the_order(flux, is_last):
 def test_prompts_of_two_calls_are_forecast_together(flux, monkeypatch, short):
     """They are where memory is short, or where their lengths differ."""
     tiny = TINY["flux"]
-    expected = sampled(attach(flux, configured()))
+    expected = sampled(attach(flux, fast()))
     prompts = conditioning(tiny, 5), conditioning(tiny, 6, tokens=12 if short else 20)
     if not short:
         monkeypatch.setattr(type(flux), "get_free_memory", lambda *_: 0)
-    patched, answers = seen(attach(flux, configured()))
+    patched, answers = seen(attach(flux, fast()))
     result = sampled(patched, prompts=prompts)
     assert len(answers) == 2 * 5 and len(levels_of(answers)) == 5
     assert short or relative_error(result, expected) < 1e-5
@@ -293,7 +282,7 @@ def test_prompts_of_two_calls_are_forecast_together(flux, monkeypatch, short):
 
 def test_a_model_without_a_record_is_forecast(log_messages):
     model = build_class("AuraFlow", AURA_FLOW.settings)
-    assert sample(attach(model, configured()), AURA_FLOW, steps=8).isfinite().all()
+    assert sample(attach(model, fast()), AURA_FLOW, steps=8).isfinite().all()
     assert log_messages() == ["[ToMe] forecast 3/8 steps (3, 5, 7)"]
 
 
@@ -302,9 +291,9 @@ def test_the_hosts_compiler_stays_on_where_steps_are_forecast(flux, monkeypatch)
         raise AssertionError("it was switched off")
 
     monkeypatch.setattr(comfy_compiler, "switched_off", fail)
-    sampled(attach(flux, configured()))
+    sampled(attach(flux, fast()))
     with pytest.raises(AssertionError, match="switched off"):
-        sampled(attach(flux, configured(forecast=False, attn_tokens="k,v")))
+        sampled(attach(flux, fast(forecast=False, attn_tokens="k,v")))
 
 
 def test_nothing_is_kept_of_a_run(flux, monkeypatch):
@@ -319,7 +308,7 @@ def test_nothing_is_kept_of_a_run(flux, monkeypatch):
         return answer
 
     monkeypatch.setattr(forecasts.Forecasts, "observe", watched)
-    patched = attach(flux, configured())
+    patched = attach(flux, fast())
     options = patched.model_options["transformer_options"]
     sampled(patched)
     gc.collect()
@@ -328,22 +317,21 @@ def test_nothing_is_kept_of_a_run(flux, monkeypatch):
 
 
 def test_balanced_is_the_same_as_fast(flux, log_messages):
-    balanced = ToMeConfig(**settings_of("balanced", {"ratio": 0.6}))
-    result = sampled(attach(flux, balanced))
-    assert torch.equal(result, sampled(attach(flux, configured())))
+    result = sampled(attach(flux, preset("balanced")))
+    assert torch.equal(result, sampled(attach(flux, fast())))
     assert log_messages()[0] == "[ToMe] forecast 3/8 steps (3, 5, 7)"
 
 
 @pytest.mark.parametrize("sampler", ["ddim", "dpmpp_2m", "res_multistep"])
 def test_other_samplers_leave_out_as_many_steps(flux, sampler):
-    patched, answers = seen(attach(flux, configured()))
+    patched, answers = seen(attach(flux, fast()))
     forecast, plain = (sampled(model, cfg=1.0, sampler=sampler) for model in (patched, flux))
     assert len(answers) == 5
     assert 0 < relative_error(forecast, plain) < 1
 
 
 def test_only_active_steps_are_left_out(flux):
-    patched, answers = seen(attach(flux, configured(start_percent=0.6)))
+    patched, answers = seen(attach(flux, fast(start_percent=0.6)))
     sampled(patched, cfg=1.0)
     plain, all_answers = seen(flux)
     sampled(plain, cfg=1.0)
@@ -353,7 +341,7 @@ def test_only_active_steps_are_left_out(flux):
 
 
 def test_a_run_of_a_picture_is_forecast_and_a_second_run_begins_anew(flux):
-    patched, answers = seen(attach(flux, configured()))
+    patched, answers = seen(attach(flux, fast()))
     options = {"cfg": 1.0, "picture": 0.5, "start_step": 2}
     first = sampled(patched, **options)
     assert len(answers) == 4
@@ -390,7 +378,7 @@ def test_a_unet_in_which_merging_saves_next_to_nothing_is_forecast_in_long_runs(
 
 
 def test_the_report_says_how_many_steps_were_forecast(flux):
-    patched = attach(flux, configured(), wants_details=lambda: True)
+    patched = attach(flux, fast(), wants_details=lambda: True)
     sampled(patched)
     run = last_run(patched)
     lines = in_words(run)
@@ -409,15 +397,14 @@ def test_the_report_says_how_many_steps_were_forecast(flux):
 
 def test_the_line_on_the_node_says_which_steps_were_forecast(flux):
     lines = []
-    sampled(attach(flux, configured(), on_step=lines.append))
+    sampled(attach(flux, fast(), on_step=lines.append))
     forecast_steps = [step for step in range(8) if lines[step].startswith("forecast, step")]
     assert len(lines) == 8
     assert forecast_steps == [2, 4, 6]
 
 
-@pytest.mark.parametrize("preset", ["balanced", "fast"])
-def test_a_ratio_of_0_is_the_plain_model(flux, preset):
-    config = ToMeConfig(**settings_of(preset, {"ratio": 0.0}) | {"min_tokens": 1})
-    patched, answers = seen(attach(flux, config))
+@pytest.mark.parametrize("others", [{}, {"ratio_end": 0.4}], ids=str)
+def test_a_ratio_of_0_is_the_plain_model_whatever_its_end(flux, others):
+    patched = attach(flux, fast(ratio=0.0, **others))
+    assert not is_attached(patched)
     assert torch.equal(sampled(patched), sampled(flux))
-    assert len(levels_of(answers)) == 8

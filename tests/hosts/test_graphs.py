@@ -1,4 +1,4 @@
-"""Small graphs like those that people share, on the real server, with the node in any place."""
+"""Small graphs as people share them, on the real server, with the node in any place."""
 
 import copy
 import re

@@ -14,7 +14,6 @@ import pytest
 import torch
 from comfy.ldm.flux.layers import DoubleStreamBlock
 from comfy.ldm.modules.attention import BasicTransformerBlock, CrossAttention, optimized_attention
-from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from comfy.ldm.wan.model import WanSelfAttention
 from comfy.model_base import BaseModel
 from comfy.model_patcher import ModelPatcher
@@ -28,12 +27,8 @@ from models.comfyui import TINY, UNETS, sample
 from torch import nn
 
 from tome_nodes.comfyui import host_checks
-from tome_nodes.comfyui import models as records
 from tome_nodes.comfyui.attachment import attach, is_attached
 from tome_nodes.comfyui.models import record_of
-from tome_nodes.comfyui.models.unet import UNET, ComfyUNet
-from tome_nodes.settings.config import ToMeConfig
-from tome_nodes.settings.presets import settings_of
 
 
 def renamed(function, *names):
@@ -154,18 +149,6 @@ def test_an_argument_that_a_later_model_takes_besides_gets_to_it(sd15, monkeypat
     monkeypatch.setattr(BaseModel, "apply_model", execute)
     assert torch.equal(sample_unet(patched, steps=1), expected)
     assert set(given) == {"there"}
-
-
-def test_a_unet_of_another_record_merges_under_each_preset(sd15, monkeypatch, log_messages):
-    class LaterUNet(ComfyUNet):
-        def matches(self, model):
-            return isinstance(model, UNetModel)
-
-    monkeypatch.setattr(ComfyUNet, "matches", lambda self, model: False)
-    monkeypatch.setattr(records, "RECORDS", (*records.RECORDS, LaterUNet(**vars(UNET))))
-    config = ToMeConfig(**settings_of("balanced", {}) | {"min_tokens": 1})
-    sample_unet(attach(sd15, config), steps=1)
-    assert log_messages()[-1].startswith("[ToMe] merged 6/6 blocks ")
 
 
 class Container:

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton", "3.6", reason="the kernels need Triton 3.6")
 
 from common import DEVICE, Broken, relative_error
-from host import compiled, keys_only, merging, sample
+from host import compiled, keys_only, merging, preset, sample
 from models import comfyui
 from torch._dynamo.testing import CompileCounter
 
@@ -20,8 +20,7 @@ from tome_nodes.ops.triton import launching
 from tome_nodes.ops.triton import merging as merging_kernels
 from tome_nodes.ops.triton.merging import merge_kernel
 from tome_nodes.patching.key_weights import Capabilities, KeyWeights, Ways
-from tome_nodes.settings.config import ToMeConfig
-from tome_nodes.settings.presets import PRESETS, settings_of
+from tome_nodes.settings.presets import PRESETS
 
 pytestmark = pytest.mark.newest_only
 
@@ -79,29 +78,9 @@ def test_weighed_attention_launches_two_more_kernels():
     assert counts[1] - counts[0] == len(["widen", "copy of the channels that count"])
 
 
-@pytest.mark.parametrize(("scope", "merges"), [("module", 3), ("stack", 2)])
-def test_launches_per_merged_block(shallow, scope, merges):
-    """Of one more step in steady state; in stack scope, blocks of one stack merge once."""
-
-    def launches_of_a_step(model):
-        # What merging runs on is tried once, before the first run.
-        sample_small(model, 1)
-        counts = []
-        for steps in (1, 2):
-            with launches() as counter:
-                sample_small(model, steps)
-            counts.append(counter.count)
-        return counts[1] - counts[0]
-
-    config = merging(strategy="window", scope=scope, backend="triton")
-    more = launches_of_a_step(attach(shallow, config)) - launches_of_a_step(shallow)
-    key_of_random_picks = 1
-    assert more == merges * len(["match", "merge", "unmerge"]) + key_of_random_picks
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_torch_compile_keeps_one_graph_with_kernels(shallow, fresh_compiler, preset):
-    config = ToMeConfig(**settings_of(preset, {"backend": "triton"}) | {"min_tokens": 1})
+@pytest.mark.parametrize("name", PRESETS)
+def test_torch_compile_keeps_one_graph_with_kernels(shallow, fresh_compiler, name):
+    config = preset(name, backend="triton")
     expected = sample_small(attach(shallow, config), 2)
     graphs = CompileCounter()
     model = compiled(attach(shallow, config), backend=graphs)

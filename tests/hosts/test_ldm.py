@@ -6,10 +6,10 @@ from common import (
     DEVICE,
     check_lossless,
     check_run,
+    in_every_scope,
     input_lengths,
     merged_everywhere,
     relative_error,
-    scopes_and_tokens,
     theirs_and_ours,
 )
 from ldm.models.diffusion.ddim import DDIMSampler
@@ -113,17 +113,10 @@ def run(model, sampler):
     return sampler(model).sample(4, 1, (4, *GRID), text[:1], verbose=False, **guidance)[0]
 
 
+@in_every_scope
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_lossless_plan_of_preset_fast_reproduces_the_model(family):
-    check_lossless(make_model(family), call, scope="stack", attn_tokens="k,v", grows=True)
-
-
-@scopes_and_tokens
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_lossless_plan_reproduces_the_model_in_every_scope(
-    family, scope, attn_tokens, log_messages
-):
-    check_lossless(make_model(family), call, scope=scope, attn_tokens=attn_tokens)
+def test_a_lossless_plan_reproduces_the_model_in_every_scope(family, options, log_messages):
+    check_lossless(make_model(family), call, **options)
     assert merged_everywhere(log_messages()[-1])
 
 

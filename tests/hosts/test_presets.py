@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from common import relative_error
+from common import input_lengths, relative_error
 from every_option import EVERY_OPTION
 from host import sample
 from models.pipelines import call, make_unet
@@ -83,26 +83,13 @@ def test_larger_maps_merge_more_and_so_does_each_large_level(
     assert merged == pytest.approx(shares, abs=0.01)
 
 
-def test_fast_merges_only_keys_in_the_largest_maps(sd15_of, large_maps):
+@pytest.mark.parametrize(("end", "expected"), [(".ff", {32 * 32, 103}), (".attn1.to_k", {64, 103})])
+def test_fast_merges_only_keys_in_the_largest_maps(sd15_of, large_maps, end, expected):
     model = patched(sd15_of(2), preset="fast")
-    assert _lengths(model, ".ff") == {32 * 32, 103}
-    assert _lengths(model, ".attn1.to_k") == {64, 103}
-
-
-def _lengths(model, end):
-    """How many tokens modules got in a step, as the path of a module ends."""
-    lengths = set()
-    handles = [
-        module.register_forward_pre_hook(lambda _, inputs: lengths.add(inputs[0].shape[1]))
-        for name, module in model.model.named_modules()
-        if name.endswith(end)
-    ]
-    try:
+    layers = [layer for name, layer in model.model.named_modules() if name.endswith(end)]
+    with input_lengths(*layers) as lengths:
         sample(model, (32, 32), steps=1)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return lengths
+    assert {*lengths} == expected
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ def with_tune(nodes=None, model=TUNED, side=224, seed=1, **inputs):
         "tune": tune(PLAIN, seed=seed, **{"steps": 2, "cfg": 1.0, "scheduler": "normal"}, **inputs),
         "settings": node("PreviewAny", source=SETTINGS),
     }
-    return txt2img(model, added | (nodes or {}), seed=seed, side=side)
+    return txt2img(model, added | (nodes or {}), steps=2, seed=seed, side=side)
 
 
 def text_and_settings(entry):
@@ -168,7 +168,7 @@ def test_a_wish_for_nothing_gives_the_unpatched_picture_and_says_why(server, wis
     text, settings = text_and_settings(entry)
     assert text.startswith("Unpatched: ") and text.endswith("what the model has without ToMe.")
     assert settings == {"preset": "balanced", "ratio": 0.0}
-    plain = server.run(txt2img(seed=31, side=128))
+    plain = server.run(txt2img(steps=2, seed=31, side=128))
     assert saved_pixels(server, entry) == saved_pixels(server, plain)
 
 
@@ -188,7 +188,7 @@ def test_what_is_found_can_be_reported_on_and_does_the_same_on_the_patch_node(se
     linked = server.run(with_tune(tome, ["tome", 0], seed=32, **wish))
     assert json.loads(linked["outputs"]["settings"]["text"][0]) == settings
     tome = {"tome": any_patch(settings=json.dumps(settings))}
-    given = server.run(txt2img(["tome", 0], tome, seed=32, side=224))
+    given = server.run(txt2img(["tome", 0], tome, steps=2, seed=32, side=224))
     expected = saved_pixels(server, entry)
     assert saved_pixels(server, given) == saved_pixels(server, linked) == expected
 

@@ -13,19 +13,15 @@ if is_earlier(__version__, NEWEST):
 
 from comfy_extras.nodes_model_downscale import PatchModelAddDownscale
 from compatibility.neighbours import BY_NAME
+from host import fast
 from models.comfyui import UNETS, conditioning
 from test_forecast_runs import levels_of, seen
-from test_sampling_run import configured, from_noise
+from test_sampling_run import from_noise
 
 from benchmarks.forecasts.situations import Control, extended
 from tome_nodes import reasons
 from tome_nodes.comfyui.attachment import attach, last_run
 from tome_nodes.forecasting.steps import FIRST_ON_UNET
-
-
-@pytest.fixture
-def unet(sd15):
-    return sd15
 
 
 def spans_of(model, patched, **options):
@@ -53,24 +49,24 @@ def ending_control(prompt):
     ],
     ids=["Deep Shrink", "ControlNet", "second prompt"],
 )
-def test_where_something_ends_in_the_middle_the_model_runs_as_at_the_start(unet, patch, prompt):
-    model = unet if patch is None else patch(unet)
+def test_where_something_ends_in_the_middle_the_model_runs_as_at_the_start(sd15, patch, prompt):
+    model = sd15 if patch is None else patch(sd15)
     positive = prompt(conditioning(UNETS["sd15"], 5))
     prompts = [positive, conditioning(UNETS["sd15"], 6)]
-    levels, forecast = spans_of(model, attach(model, configured()), prompts=prompts)
-    end = unet.get_model_object("model_sampling").percent_to_sigma(0.5)
+    levels, forecast = spans_of(model, attach(model, fast()), prompts=prompts)
+    end = sd15.get_model_object("model_sampling").percent_to_sigma(0.5)
     first = next(index for index, level in enumerate(levels) if level < end)
     assert forecast & {*range(first)} and forecast & {*range(first + FIRST_ON_UNET, 24)}
     assert not forecast & {*range(first, first + FIRST_ON_UNET)}
 
 
-def test_outside_of_its_percents_a_run_is_the_plain_one(unet):
+def test_outside_of_its_percents_a_run_is_the_plain_one(sd15):
     """Up to there, the sampler gets the same answers bit for bit."""
-    plain, expected = seen(unet)
+    plain, expected = seen(sd15)
     from_noise(plain)
-    patched, evaluations = seen(attach(unet, configured(start_percent=0.5)))
+    patched, evaluations = seen(attach(sd15, fast(start_percent=0.5)))
     from_noise(patched)
-    end = unet.get_model_object("model_sampling").percent_to_sigma(0.5)
+    end = sd15.get_model_object("model_sampling").percent_to_sigma(0.5)
     outside = [answer for level, _, answer in expected if level > end]
     assert 0 < len(outside) < 20
     for answer, (_, _, own) in zip(outside, evaluations, strict=False):
@@ -80,20 +76,20 @@ def test_outside_of_its_percents_a_run_is_the_plain_one(unet):
     assert min(counts.forecast_steps) >= len(outside)
 
 
-def test_two_samplers_on_one_model_are_two_runs(unet):
-    """The second takes over the noise that the first leaves, and knows nothing of it."""
-    patched = attach(unet, configured())
+def test_two_samplers_on_one_model_are_two_runs(sd15):
+    """The second takes over the noise that the first leaves, and knows nothing of the first."""
+    patched = attach(sd15, fast())
     halves = ({"last_step": 20, "force_full_denoise": False}, {"start_step": 20})
-    alone = [from_noise(attach(unet, configured()), 40, picture=1.0, **half) for half in halves]
+    alone = [from_noise(attach(sd15, fast()), 40, picture=1.0, **half) for half in halves]
     both = [from_noise(patched, 40, picture=1.0, **half) for half in halves]
     assert all(torch.equal(one, other) for one, other in zip(alone, both, strict=True))
-    assert not torch.equal(both[0], from_noise(unet, 40, picture=1.0, **halves[0]))
+    assert not torch.equal(both[0], from_noise(sd15, 40, picture=1.0, **halves[0]))
 
 
 @pytest.mark.parametrize("is_last", [False, True])
-def test_easycache_leaves_steps_alone_and_merging_goes_on(unet, log_messages, is_last):
+def test_easycache_leaves_steps_alone_and_merging_goes_on(sd15, log_messages, is_last):
     cache = partial(BY_NAME["EasyCache"].patch, kind="sd15")
-    model = cache(attach(unet, configured())) if is_last else attach(cache(unet), configured())
+    model = cache(attach(sd15, fast())) if is_last else attach(cache(sd15), fast())
     assert from_noise(model).isfinite().all()
     assert reasons.CACHE in log_messages()[-1] and "merged" in log_messages()[-1]
     assert not last_run(model).counts.forecast_steps

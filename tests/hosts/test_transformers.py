@@ -99,7 +99,7 @@ def test_settings_that_are_for_unets_act_as_keys_and_values_alone(models, log_me
 
 
 def attending(model):
-    """The model with an attention in place of the host's, and the keys, values and masks of it."""
+    """The model with an attention in place of the host's, and its keys, values and masks."""
     calls = []
 
     def theirs(_, q, k, v, heads, mask=None, **kwargs):
@@ -109,23 +109,7 @@ def attending(model):
     return with_override(model, theirs), calls
 
 
-@pytest.mark.parametrize("kind", ["flux", "krea2", "wan21"])
-def test_an_override_that_ignores_its_function_gives_the_same_picture(models, log_messages, kind):
-    tiny, model = TINY[kind], models(kind)
-    other, calls = attending(model)
-    sample(other, tiny, steps=1)
-    all_keys = sum(k.shape[-2] for k, _, _ in calls)
-    calls.clear()
-    merged = sample(attach(other, keys_only()), tiny, steps=1)
-    assert sum(k.shape[-2] for k, _, _ in calls) < all_keys
-    expected = sample(attach(model, keys_only()), tiny, steps=1)
-    assert relative_error(merged, expected) < 1e-5
-    assert "weigh as one token" not in log_messages()[0]
-
-
-@pytest.mark.parametrize(
-    "kind", ["flux", "sd3", "qwen_image", "z_image", "krea2", "wan21", "cosmos_predict2", "hidream"]
-)
+@pytest.mark.parametrize("kind", ["flux", "qwen_image", "z_image", "wan21", "hidream"])
 def test_sides_that_are_not_a_whole_number_of_patches_in_batches(models, log_messages, kind):
     tiny, model = TINY[kind], models(kind)
     for cfg in 1.0, 4.0:
@@ -219,7 +203,9 @@ def test_keys_and_values_that_count_once_are_means(models, monkeypatch, strategy
 
 
 @pytest.mark.parametrize("kind", ["flux", "krea2", "sd3", "wan21", "ltxv", "minimax_h3"])
-def test_merged_keys_weigh_as_much_as_all_keys(models, kind):
+def test_an_override_in_place_of_the_attention_gets_keys_that_weigh_as_much_as_all(
+    models, log_messages, kind
+):
     if kind == "ltxv":
         # One that passes masks by place does not show them to an override.
         has_matrix = hasattr(comfy.ldm.lightricks.model, "freqs_cis_matrix")
@@ -228,20 +214,22 @@ def test_merged_keys_weigh_as_much_as_all_keys(models, kind):
     other, calls = attending(models(kind))
     sample(other, tiny, steps=3)
     plain, calls[:] = [k.shape[-2] for k, _, _ in calls], []
-    sample(attach(other, keys_only()), tiny, steps=3)
+    merged = sample(attach(other, keys_only()), tiny, steps=3)
     pairs = zip(plain, calls, strict=True)
     fewer = [(before, mask) for before, (k, _, mask) in pairs if k.shape[-2] < before]
     assert len(fewer) >= tiny.blocks * 3
     for before, mask in fewer:
         assert torch.allclose(mask.exp().sum(-1), torch.tensor(float(before), device=mask.device))
+    expected = sample(attach(models(kind), keys_only()), tiny, steps=3)
+    assert relative_error(merged, expected) < 1e-5
+    assert "weigh as one token" not in log_messages()[0]
 
 
-@pytest.mark.parametrize("kind", ["flux", "z_image", "qwen_image", "krea2", "wan21"])
+@pytest.mark.parametrize("kind", ["flux", "krea2", "wan21"])
 def test_torch_compile_makes_whole_graphs(models, fresh_compiler, kind):
     tiny, model = TINY[kind], models(kind)
-
     # That two settings do not get in each other's way is the same for all.
-    ratios = (0.5, 0.25) if kind == "flux" else (0.5,)
+    ratios = (0.5, 0.25) if kind == "wan21" else (0.5,)
 
     def results(model):
         patched = [attach(model, keys_only(ratio=ratio)) for ratio in ratios]

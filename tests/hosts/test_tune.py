@@ -161,8 +161,9 @@ def test_steps_that_are_forecast_take_no_time(timed, candidate):
     assert measured.done == f"forecast {16 - evaluations} of 16 steps"
 
 
-@pytest.mark.parametrize("steps", [1, 2, 20])
-@pytest.mark.parametrize("candidate", [BALANCED[1], FAST[1]], ids=str)
+@pytest.mark.parametrize(
+    ("candidate", "steps"), [(BALANCED[1], 1), (BALANCED[1], 20), (FAST[1], 2)], ids=str
+)
 def test_the_first_evaluation_which_compiles_does_not_count(timed_unet, candidate, steps):
     expected = timed_unet.measure(candidate, steps=steps)
     before, compiled = timed_unet.speed, set()
@@ -197,7 +198,7 @@ def test_the_change_is_that_of_the_samplers_own_pictures(sd15, candidate, sample
     assert measured.change == pytest.approx(change(*pictures), rel=1e-3)
 
 
-@pytest.mark.parametrize("steps", [1, 2, 4, 20])
+@pytest.mark.parametrize("steps", [1, 2, 20])
 def test_what_trials_take_is_counted_and_kept(timed_unet, steps):
     """Also for another seed, and a prompt of another length."""
     first = timed_unet.tune(steps=steps)
@@ -292,7 +293,7 @@ def test_ratios_below_one_that_forecasts_nothing_are_tried(timed):
 def test_what_was_in_the_way_is_no_longer_said_once_it_is_gone(
     timed_unet, monkeypatch, user_folder
 ):
-    """Also of a run in which memory runs out after some steps have merged."""
+    """Also of a run whose memory runs out after some steps have merged."""
     plan, calls = WindowStrategy.plan, []
 
     def no_room(*args):

@@ -80,7 +80,7 @@ class Tiny:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def of(self, shared: Mapping[str, Any] | None = None, /, **own: Any) -> Tiny:
-        """The model of these settings, and of those that it shares with others."""
+        """The model of these settings, and of the settings that it shares with others."""
         return replace(self, settings={**(shared or {}), **own})
 
     def size(self, high: int, wide: int) -> tuple[int, ...]:

@@ -153,7 +153,7 @@ class Case:
 
 
 COMPILED = ("before", "after", "compile", "compile_repeated_blocks")
-"""Before it is patched or after it, or by these methods of it."""
+"""Before it is patched, after it, or by one of its own methods."""
 
 OFFLOADS: dict[str, Callable[[Any], Any]] = {
     "model": lambda network: accelerate.cpu_offload_with_hook(network, DEVICE),

@@ -2,14 +2,12 @@
 
 import dataclasses
 import math
-import re
 
 import pytest
 from every_option import EVERY_OPTION
 
 from tome_nodes.settings.config import OPTIONS, ToMeConfig
-from tome_nodes.settings.options import LEVEL, STEP, VIEW, OptionError
-from tome_nodes.settings.presets import PRESET
+from tome_nodes.settings.options import OptionError
 
 LIMITS = {name: case.limits for name, case in EVERY_OPTION.items() if case.limits is not None}
 
@@ -77,11 +75,3 @@ def test_wrong_types_are_refused(name, value):
     with pytest.raises(TypeError, match=f"^{name}={value!r} is not allowed") as refused:
         ToMeConfig(**{name: value})
     assert refused.value.option == name
-
-
-@pytest.mark.parametrize(
-    "option", [PRESET, *OPTIONS.values(), VIEW, LEVEL, STEP], ids=lambda option: option.name
-)
-def test_tooltip_is_two_sentences_at_most_without_figures_in_brackets(option):
-    assert len(re.findall(r"\.(?: |$)", option.text)) <= 2
-    assert not re.search(r"\([^)]*\d", option.text)

@@ -1,4 +1,4 @@
-"""What is set up: which ComfyUI and front end, how they are brought, and what tests need of it."""
+"""What is set up: which ComfyUI and front end, how they are brought, and what tests need."""
 
 import hashlib
 import io
@@ -7,21 +7,17 @@ import sys
 import tarfile
 import zipfile
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-import dev
-from tools import carried, environment
+from tools import environment
 from tools.environment import (
     NEWEST,
-    NEWEST_TORCH,
     RELEASES,
     ROOT,
     TORCHES,
     Release,
-    is_earlier,
     pinned_comfyui,
 )
 from tools.errors import ToolError
@@ -64,14 +60,6 @@ def index(monkeypatch):
     return fetched
 
 
-def test_the_newest_is_first_and_every_pin_is_of_its_own():
-    assert pinned_comfyui(NEWEST).name == "ComfyUI"
-    assert all(is_earlier(later, version) for version, later in pairwise(RELEASES))
-    assert is_earlier("0.9.10", "0.30.0") and not is_earlier("0.30.0", "0.30.0")
-    assert len({release.sha256 for release in RELEASES.values()}) == len(RELEASES)
-    assert len({pinned_comfyui(version) for version in RELEASES}) == len(RELEASES)
-
-
 def test_the_newest_is_used_unless_another_is_chosen(monkeypatch, tmp_path):
     monkeypatch.delenv("COMFYUI_PATH", raising=False)
     assert environment.comfyui_directory() == pinned_comfyui(NEWEST)
@@ -81,70 +69,6 @@ def test_the_newest_is_used_unless_another_is_chosen(monkeypatch, tmp_path):
     for name in ("main.py", "comfy", "requirements.txt"):
         (tmp_path / name).touch()
     assert environment.comfyui_directory() == tmp_path
-
-
-@pytest.mark.parametrize("version", RELEASES)
-def test_every_pinned_comfyui_runs_on_the_packages_of_the_newest(monkeypatch, version):
-    brought, installed = [], []
-    monkeypatch.setenv("COMFYUI_PATH", str(pinned_comfyui(version)))
-    monkeypatch.setattr(environment, "prepare_light", lambda torch: torch)
-    monkeypatch.setattr(environment, "_bring_comfyui", brought.append)
-    monkeypatch.setattr(environment, "_install_packages", lambda *which: installed.append(which))
-    environment.prepare(OLDEST_TORCH)
-    assert brought == [*dict.fromkeys([NEWEST, version])]
-    assert installed == [(OLDEST_TORCH, pinned_comfyui(NEWEST))]
-
-
-@pytest.fixture
-def pip(monkeypatch, venv):
-    """Every environment is there, empty; notes what is installed, and under which settings."""
-    calls = []
-    monkeypatch.setattr(environment, "succeeds", lambda command: True)
-
-    def run(step, command, settings=None):
-        calls.append((Path(command[0]), [str(part) for part in command[1:]], settings))
-
-    monkeypatch.setattr(environment, "run", run)
-    for torch in TORCHES:
-        environment._folder(torch).mkdir(exist_ok=True)
-    return calls
-
-
-@pytest.mark.parametrize("torch", TORCHES)
-def test_every_pytorch_has_a_folder_of_its_own_and_is_installed_once(pip, venv, torch):
-    for _ in range(2):
-        python = environment.prepare_light(torch)
-    folder = venv if torch == NEWEST_TORCH else venv / f"torch-{torch}"
-    ((used, arguments, settings),) = pip
-    assert used == python == environment.interpreter(torch)
-    assert python.is_relative_to(folder) and (folder / "tome-nodes.json").is_file()
-    assert f"--requirement={environment.LIGHT_REQUIREMENTS}" in arguments
-    constraints = folder / "constraints.txt"
-    # An option would be added to what a machine has in its configuration.
-    assert settings == {"PIP_CONSTRAINT": constraints.as_uri()}
-    lines = constraints.read_text().splitlines()
-    assert {f"torch=={torch}", *TORCHES[torch].packages} <= {*lines}
-    pinned = [environment.name_of(line) for line in lines if line[:1] not in "#"]
-    # Some packages have one version for each Python.
-    doubled = {name for name in pinned if pinned.count(name) > 1}
-    assert not doubled & {environment.name_of(line) for line in TORCHES[torch].packages}
-
-
-def test_a_machine_has_the_newest_pytorch_for_its_python_and_releases_are_in_order():
-    for torch in TORCHES.values():
-        assert {name.partition("==")[0] for name in torch.packages} >= {"torchvision", "torchaudio"}
-    assert all(is_earlier(later, version) for version, later in pairwise(TORCHES))
-    fitting = [name for name, torch in TORCHES.items() if sys.version_info >= torch.python]
-    assert fitting[0] == NEWEST_TORCH
-
-
-def test_what_pytorch_brings_is_pinned_in_one_place():
-    """Raising PyTorch is one edit: its own requirements pin Triton and CUDA's libraries."""
-    lines = environment.CONSTRAINTS.read_text(encoding="utf-8").splitlines()
-    lines += environment.REQUIREMENTS.read_text(encoding="utf-8").splitlines()
-    pinned = [environment.name_of(line) for line in lines if "==" in line]
-    assert not {"torch", "torchaudio", "torchvision", "triton", "cuda-toolkit"} & {*pinned}
-    assert not [name for name in pinned if name.startswith("nvidia-")]
 
 
 def test_what_is_used_is_fetched_once_and_nothing_else_is_unpacked(venv, index):
@@ -183,14 +107,6 @@ def test_an_unknown_version_is_refused_with_those_that_are_allowed(option, versi
     assert f"{version!r} is not one of {allowed}" in ended.stderr
 
 
-def test_options_of_pytest_are_left_to_it():
-    for given in (["--co"], ["-k", "comfyui", "-x"], ["tests/unit", "--comfy"]):
-        arguments, rest = dev._parser().parse_known_args(["test", *given])
-        assert (arguments.comfyui, rest) == (None, given)
-    arguments, rest = dev._parser().parse_known_args(["test", "-x", "--comfyui", OLDEST, "-v"])
-    assert (arguments.comfyui, rest) == (OLDEST, ["-x", "-v"])
-
-
 @pytest.mark.parametrize(
     ("file", "named"),
     [
@@ -206,42 +122,16 @@ def test_what_is_claimed_is_what_is_run(file, named):
     assert all(words in text for words in named)
 
 
-NAMES = carried.NEEDED + carried.PURE
-
-
-def test_a_folder_without_comfyui_is_refused(tmp_path):
-    with pytest.raises(ToolError, match=r"dev\.py gpu pack"):
-        carried.unpack(tmp_path, tmp_path / "there")
-
-
-def test_what_the_other_machine_has_is_not_packed(tmp_path, monkeypatch, capsys):
-    comfyui = tmp_path / "here"
-    comfyui.mkdir()
-    (comfyui / "main.py").write_text("x = 1\n")
-    monkeypatch.setattr(carried, "comfyui_directory", lambda: comfyui)
-    carried.pack(
-        tmp_path / "carried", NEWEST_TORCH, [name.replace("-", "_").upper() for name in NAMES]
-    )
-    assert "1 files" in capsys.readouterr().out
-    assert [file.name for file in (tmp_path / "carried").iterdir()] == [carried.ARCHIVE]
-
-
 @pytest.mark.parametrize(
     ("command", "comfyui", "browser"),
     [
-        ("tests/unit", False, False),
         (f"{ROOT}/tests/unit/test_plan.py", False, False),
         ("-x -k window tests/unit/test_plan.py tests/unit/test_config.py tests.ini", False, False),
-        ("tests/unit --deselect tests/hosts/test_presets.py", False, False),
         ("tests/unit --ignore=tests/hosts -k tests/editor", False, False),
         ("tests/hosts tests/soak", True, False),
-        ("tests/hosts/test_presets.py", True, False),
-        ("tests/editor", True, True),
         ("tests/hosts/../editor", True, True),
         ("tests/unit tests/editor/test_editor.py::test_search", True, True),
-        ("tests", True, True),
         ("", True, True),
-        ("-x -k plan", True, True),
         # None of these selects tests, so all run.
         ("-k tests/unit", True, True),
         ("--ignore tests/unit/test_kernels.py", True, True),

@@ -1,7 +1,5 @@
 """What merges in a run, on a model of linear layers."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import nn
@@ -61,8 +59,8 @@ class Merging(Observer):
         self.results.append(result)
 
     @torch.no_grad()
-    def __call__(self, step=NOW, obstacle=None):
-        request = Request(step, GRID, X.device, X.dtype, obstacle)
+    def __call__(self):
+        request = Request(NOW, GRID, X.device, X.dtype, None)
         return self.run.evaluate(lambda: self.model(X), request)
 
     def has_overrides(self):
@@ -72,19 +70,6 @@ class Merging(Observer):
 @pytest.fixture
 def evaluate():
     return Merging(merge_attn=False, merge_mlp=True)
-
-
-def test_the_outcome_of_each_block_is_reported(evaluate):
-    evaluate()
-    evaluate(replace(NOW, is_active=False))
-    evaluate(obstacle="it may not")
-    first, inactive, hindered = evaluate.results
-    merged = [(*block.blocks, block.before, block.after) for block in first.merged]
-    assert merged == [("blocks.0", 16, 8), ("blocks.1", 16, 8)]
-    assert inactive.merged == hindered.merged == []
-    assert "covers no step" in inactive.reason and not inactive.is_active
-    assert hindered.reason == "it may not" and hindered.is_active
-    assert not evaluate.has_overrides()
 
 
 def test_stacks_change_all_tokens_of_a_slot_alike():

@@ -319,13 +319,6 @@ def test_answers_of_a_unet_that_change_suddenly_in_one_sample_begin_anew(is_unet
     assert (forecast[0] is None) == is_unet
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_forecasts_of_a_unet_keep_the_precision_of_the_latent(dtype):
-    answers = [(ONE + index * CHANGE).to(dtype) for index in range(5)]
-    forecast = unet_after(*answers).predict(SIXTH, answers[0])
-    assert forecast.dtype == dtype and forecast.isfinite().all()
-
-
 def test_what_was_answered_is_kept_even_if_the_host_changes_it():
     answer = ONE + CHANGE
     kept = after(KNOWN[0], (1, -2.0, answer))
@@ -484,13 +477,6 @@ def test_each_call_has_its_own_line():
     step = at(2, 0.0)
     assert torch.allclose(kept.predict(step, ONE, 0), ONE * 1.7, atol=1e-6)
     assert torch.allclose(kept.predict(step, ONE, 1), CHANGE * 1.7, atol=1e-6)
-
-
-def test_answers_of_a_video_and_of_packed_values_are_forecast_too():
-    for shape in ((1, 4, 3, 8, 8), (1, 1, 500)):
-        one = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        kept = after((0, -4.0, one), (1, -2.0, one * 1.1))
-        assert torch.allclose(kept.predict(at(2, 0.0), one), one * (1.1 + 0.7 * 0.1))
 
 
 @pytest.mark.parametrize(

@@ -63,28 +63,3 @@ def test_what_is_wrong_with_a_translation_is_named(tmp_path, monkeypatch, capsys
     file.write_text(json.dumps(changed), encoding="utf-8")
     generate.main(["--translated", "ko"])
     assert generate.unmatched("ko") == generate.outdated("ko") == []
-
-
-def test_presets_have_figures_where_they_were_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(generate, "FIDELITY", tmp_path / "fidelity.json")
-
-    def rows(**judges):
-        generate.FIDELITY.write_text(json.dumps(judges), encoding="utf-8")
-        lines = generate.files()[generate.PAGES / "ToMePatchModel.md"].splitlines()
-        return {line.split(" | ")[0]: line for line in lines if line.startswith("|")}
-
-    paper = {"time": 0.8, "error": 0.02}
-    unet = {"tomesd q,k,v 0.5": paper, "fast 0.6": {"time": 0.5, "error": 0.03}}
-    one = rows(pictures={"12": unet | {"balanced 0.75": {"time": 0.7, "error": 0.001}}})
-    assert one["|"] == "| | fast |"
-    assert (one["| UNet: time"], one["| UNet: change"]) == (
-        "| UNet: time | 0.50 |",
-        "| UNet: change | 1.50 |",
-    )
-    transformer = {"q,k,v 0.5, as the paper": paper, "fast 0.6": {"time": 0.7, "error": 0.01}}
-    both = rows(pictures={"12": unet}, image={"8": transformer})
-    assert both["|"] == "| | balanced | fast |"
-    assert both["| UNet: change"] == "| UNet: change | | 1.50 |"
-    assert both["| transformer: time"] == "| transformer: time | 0.70 | 0.70 |"
-    assert both["| transformer: change"] == "| transformer: change | 0.50 | 0.50 |"
-    assert "|" not in rows(pictures={"12": {"tomesd q,k,v 0.5": paper}})

@@ -282,16 +282,6 @@ def test_operators_pass_the_checks_of_torch():
         assert set(checks.values()) == {"SUCCESS"}
 
 
-def test_an_operator_gives_way_as_its_launcher_does(monkeypatch, caplog):
-    x = features_of(Grid(8, 8), batch=1, channels=24).to(DEVICE)
-    plan = window_plan(x, Grid(8, 8))
-    arguments = x, plan.slot_of_token, plan.order, plan.offsets, list(plan.window)
-    monkeypatch.setattr(merging, "merge_kernel", Broken())
-    for _ in range(2):
-        assert_close(torch.ops.tome_nodes.merge(*arguments), reference.merge(*arguments))
-    assert len(caplog.records) == 1 and "takes the place" in caplog.text
-
-
 def test_a_kernel_gives_way_to_torch_for_a_shape_it_fails_on(monkeypatch, caplog):
     plan = slot_plan([[0, 0, 2, 3, 3]])
     x = torch.randn(1, 5, 11, generator=seeded(0)).to(DEVICE)

@@ -55,7 +55,7 @@ def brute_force_groups(features, src, dst, merges):
 
 
 def brute_force_windows(features, src, dst, merges):
-    """The grouping of one sample in which every window, a row of tokens, merges so many."""
+    """The grouping of one sample where every window, a row of tokens, merges so many."""
     inside = {*src.flatten().tolist(), *dst.flatten().tolist()}
     merged = {frozenset([token]) for token in set(range(len(features))) - inside}
     for window in zip(src.tolist(), dst.tolist(), strict=True):

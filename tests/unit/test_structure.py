@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tome_nodes.settings.config import OPTIONS
-
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "tome_nodes"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -81,11 +79,6 @@ def test_each_part_imports_only_what_lies_below_it():
         assert others <= LAYERS[part], name
 
 
-def test_nothing_is_imported_for_the_type_checker_alone():
-    for file in FILES:
-        assert "TYPE_CHECKING" not in file.read_text(encoding="utf-8"), file
-
-
 def test_only_a_host_knows_its_libraries():
     """Of all others, ``tests/hosts/test_security.py`` says which may be imported."""
     hosts = {
@@ -121,13 +114,3 @@ def test_only_a_host_knows_its_libraries():
 def test_only_modules_of_these_libraries_that_stay_are_imported(library, expected):
     modules = {module for file in FILES for module in imported_modules(file)}
     assert {module for module in modules if module.startswith(library)} == expected
-
-
-@pytest.mark.parametrize("strategy", OPTIONS["strategy"].choices)
-def test_a_strategy_is_named_only_where_it_is_chosen(strategy):
-    chosen = {f"settings.{part}" for part in ("config", "presets")}
-    for name, file in MODULES.items():
-        if name in {*chosen, "strategies", f"strategies.{strategy}"}:
-            continue
-        for node in nodes_of(file):
-            assert not (isinstance(node, ast.Constant) and node.value == strategy), name

@@ -35,7 +35,7 @@ PICTURE = front(
 def test_nothing_that_was_tried_is_better(points, wish):
     figures = front(*points)
     choice = choose(wish, figures)
-    # Its speeds may differ in the last digit from those that were drawn.
+    # Its speeds may differ in the last digit from the drawn ones.
     all_measured = [(measured.speed, measured.change) for measured in figures.values()]
     faster = [(speed, change) for speed, change in all_measured if speed >= FASTER]
     if wish.goal == "speed":
