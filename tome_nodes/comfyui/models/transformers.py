@@ -6,7 +6,7 @@ Keys and values merge where a block calls self-attention, so little else has to 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from torch import nn
 
@@ -46,7 +46,6 @@ class Transformer:
     attention: str = ""
     place: Literal["all", "start", "end"]
     patch: Callable[[Any], Any] = lambda model: model.patch_size
-    is_unet: ClassVar[bool] = False
 
     def matches(self, model: nn.Module) -> bool:
         return class_name(model) in {f"comfy.ldm.{name}" for name in self.classes}

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from comfy.ldm.modules.attention import SpatialTransformer
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
@@ -187,8 +187,6 @@ def _weigh_stack(
 @dataclass(frozen=True)
 class ComfyUNet(UNetRecord):
     """``UNetModel``, whose blocks are ``BasicTransformerBlock`` and read the tokens' shape."""
-
-    is_unet: ClassVar[bool] = True
 
     def matches(self, model: nn.Module) -> bool:
         return isinstance(model, UNetModel)
