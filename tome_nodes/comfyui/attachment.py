@@ -16,13 +16,14 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP, WrapperExecutor, WrappersMP
 from torch import Tensor, nn
 
+from ..forecasting.steps import LONG_ON_UNET
 from ..patching.engine import MakeStrategy
 from ..patching.model import uncompiled
 from ..report.run_record import RunRecord
 from ..settings.config import ToMeConfig
 from ..strategies import make_strategy
 from . import host_checks, run_log, workflow
-from .forecast_part import ForecastPart, forecasts_unet, function_of
+from .forecast_part import ForecastPart, function_of
 from .merging_part import KEY, MergingPart, apply_model
 from .models import check_forecasts, is_of_video, is_unet, record_of
 from .sampling_run import SamplingRun, guarded
@@ -190,7 +191,7 @@ class _Attachment:
         run = self._run_of(guider, given)
         others = {name: value for name, value in kwargs.items() if name not in given}
         with self._kept() as keep, run.installed(guider.model_options):
-            given["callback"] = run.watching(given["callback"])
+            given["callback"] = run.steps.watching(given["callback"])
             result = executor(*given.values(), *args[len(given) :], **others)
             keep(run)
         return result
@@ -199,7 +200,7 @@ class _Attachment:
         """A sampling run with some arguments of ``CFGGuider.outer_sample``."""
         config, schedule = self.config, given["sigmas"].tolist()
         sampler = function_of(given["sampler"])
-        is_short = self.merges and not forecasts_unet(config, len(schedule) - 1)
+        is_short = self.merges and config.leaves_short_runs and len(schedule) <= LONG_ON_UNET
         may_forecast = self._may_forecast(guider)
         steps = StepCount(schedule, sampler, reads_levels=may_forecast and not is_short)
         merging = forecasting = None
@@ -210,7 +211,7 @@ class _Attachment:
             forecasting = ForecastPart(
                 *(config, guider, sampler, steps),
                 starts_empty=is_empty(given["latent_image"]),
-                is_unet=is_unet(_network(guider.model_patcher)),
+                is_unet=self.merges,
                 on_step=guarded(self.on_step),
             )
         if is_short:

@@ -16,9 +16,8 @@ from ..patching.model_run import ModelRun
 from ..patching.overrides import Forward
 from ..report import log_line
 from ..report.counts import Counts
-from ..report.merging_record import merging_record
 from ..report.recording import Recorder
-from ..report.run_record import RunRecord
+from ..report.run_record import RunRecord, merging_record
 from ..strategies.plan import Grid
 from .step_count import StepCount
 

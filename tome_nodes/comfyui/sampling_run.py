@@ -18,11 +18,13 @@ from .merging_part import MergingPart
 from .model_report import warn
 from .step_count import StepCount
 
-Callback = Callable[..., Any]
-
 
 class SamplingRun:
-    """One sampling run: its parts, of which at least one is there, and what they report."""
+    """One sampling run: its parts, of which at least one is there, and what they report.
+
+    Attributes:
+        steps: counts its steps.
+    """
 
     def __init__(
         self,
@@ -31,12 +33,12 @@ class SamplingRun:
         merging: MergingPart | None,
         idle: ForecastPart | None = None,
     ):
-        """Prepare a run whose steps are counted by ``steps``.
+        """Prepare a run.
 
         ``idle`` is the forecasting part where the settings leave the steps of this run alone; it
         only knows what would change that.
         """
-        self._steps = steps
+        self.steps = steps
         self._forecasting = forecasting
         self._merging = merging
         self._idle = idle
@@ -50,10 +52,6 @@ class SamplingRun:
             if self._forecasting is not None:
                 parts.enter_context(self._forecasting.installed())
             yield
-
-    def watching(self, callback: Callback | None) -> Callback:
-        """The callback of the sampler, which calls it in every step, after the step's answer."""
-        return self._steps.watching(callback)
 
     def finish(self) -> list[RunRecord]:
         """The records of the run, one for each class of model; none if nothing was sampled.

@@ -22,8 +22,7 @@ from ..patching.schedule import MergingStep, is_active
 from ..patching.unet import UNetRecord
 from ..report import log_line
 from ..report.counts import Counts
-from ..report.merging_record import merging_record
-from ..report.run_record import RunRecord
+from ..report.run_record import RunRecord, merging_record
 from ..settings.config import ToMeConfig
 from ..strategies.plan import Grid
 from .log_once import LogOnce

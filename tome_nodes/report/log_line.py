@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from .. import reasons
 from ..patching.evaluation import Result
 from ..settings.config import ToMeConfig
 from ..strategies import strategy_class
@@ -90,15 +89,6 @@ def deviations(counts: Counts) -> list[str]:
             for reason in sorted(counts.unweighted_reasons)
         ),
     ]
-
-
-def obstacle(counts: Counts, max_downsample: int, shallowest: int) -> str:
-    """Why nothing was merged: the most common reason, or that ``max_downsample`` rules out all.
-
-    ``max_downsample`` is how many times smaller than the latent a level may be to merge, and
-    ``shallowest`` how many times smaller the largest level of the model is.
-    """
-    return counts.most_common_reason or reasons.levels_left_out(max_downsample, shallowest)
 
 
 def ratio(config: ToMeConfig) -> str:
