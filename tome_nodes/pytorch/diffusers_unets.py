@@ -13,7 +13,6 @@ from ..patching.attention_trial import Attention
 from ..patching.key_weights import KeyWeights
 from ..patching.model import uncompiled
 from ..patching.unet import UNetRecord
-from ..patching.unet_block import is_masked
 from ..patching.work import Layer
 from ..settings.config import ToMeConfig
 from .model_call import TIMESTEPS
@@ -68,8 +67,7 @@ def _needs_all_tokens(block: Any, index: int, *args: Any, **kwargs: Any) -> bool
     of_attention = kwargs.get("cross_attention_kwargs") or {}
     return (
         block._chunk_size is not None
-        or is_masked(kwargs, _MASKS)
-        or is_masked(of_attention, _MASKS)
+        or any(given.get(name) is not None for given in (kwargs, of_attention) for name in _MASKS)
         or not _is_known(block.attn1)
         or not (block.attn2 is None or _is_known(block.attn2))
     )

@@ -12,8 +12,8 @@ def log_line(counts: Counts, config: ToMeConfig, backend: Sequence[str] = ()) ->
     """The log line of a run, or of the first call of a kind: what merged, and whether it helped.
 
     For example ``merged 5/16 blocks (4096 -> 2048 tokens), 20/20 steps, ratio 0.50``, or
-    ``forecast 2/8 steps (4, 7)``, counted from 1, or both. The backend is given as
-    :meth:`tome_nodes.patching.engine.Engine.in_words` returns it.
+    ``forecast 2/8 steps (4, 7)``, counted from 1, or both. ``backend`` is given in words, if it is
+    not plain torch as expected.
     """
     done = []
     if counts.merged:

@@ -94,7 +94,7 @@ class RunRecord:
 
 def _least_change(prospects: Prospects, of_forecasts: str | None) -> str:
     """What to do: the least change that helps merging, or what is to be done for forecasts."""
-    if prospects.fast is not None or of_forecasts is None or not reasons.helps(of_forecasts):
+    if prospects.is_preset or of_forecasts is None or not reasons.helps(of_forecasts):
         return prospects.advice
     return of_forecasts
 
@@ -157,7 +157,7 @@ def merging_record(
         unmerged=None if counts.merged else reasons.named(obstacle, others),
         prospects=prospects,
         stopped=run.stopped,
-        backend=None if engine is None else (*engine.in_words(), engine.backend)[0],
+        backend=None if engine is None else engine.backend(),
         recording=recording,
         gain=gain,
     )
