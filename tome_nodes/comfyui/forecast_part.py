@@ -56,17 +56,12 @@ class ForecastPart:
         is_unet: bool,
         on_step: Callable[[str], None] | None,
     ):
-        """Prepare a run.
+        """Prepare a run whose steps are counted by ``steps``, under the sampler of this name.
 
-        Args:
-            config: the settings.
-            guider: ComfyUI's guider, whose model options are of this run alone.
-            sampler: the name of the sampler.
-            steps: counts the steps of the run.
-            starts_empty: whether the latent holds no picture.
-            is_unet: whether the model is a UNet.
-            on_step: called once in every step with a short text on what was done; in a UNet, only
-                where it is forecast, as merging says what else is done.
+        The model options of ``guider``, ComfyUI's, are of this run alone. ``starts_empty`` is
+        whether the latent holds no picture. ``on_step`` is called once in every step with a short
+        text on what was done; in a UNet, only where it is forecast, as merging says what else is
+        done.
         """
         schedule = steps.schedule
         self.forecasts = Forecasts(config.ratio, is_unet)

@@ -20,21 +20,15 @@ def note(last_runs: Sequence[RunRecord]) -> None:
     An error never stops the sampling; it is logged.
     """
     try:
-        _note(last_runs)
+        context = get_executing_context()
+        for last in last_runs:
+            if context is None:
+                last.log()
+            else:
+                runs = get_progress_state().handlers.setdefault(_NAME, _Runs(_NAME))
+                runs.add(context.node_id, last)
     except Exception as error:
         log.warning("[ToMe] the line of this run is missing: %s: %s", type(error).__name__, error)
-
-
-def _note(last_runs: Sequence[RunRecord]) -> None:
-    context = get_executing_context()
-    if context is None:
-        for last in last_runs:
-            last.log()
-        return
-    handlers = get_progress_state().handlers
-    handler = handlers.setdefault(_NAME, _Runs(_NAME))
-    for last in last_runs:
-        handler.add(context.node_id, last)
 
 
 def say(text: str) -> None:

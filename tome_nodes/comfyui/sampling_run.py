@@ -58,21 +58,18 @@ class SamplingRun:
 
         An error, which is logged, never costs the picture.
         """
+        forecasting, merging = self._forecasting, self._merging
         try:
-            return self._records()
+            if merging is None:
+                return [] if forecasting is None else forecasting.finish()
+            if forecasting is None:
+                remedy = None if self._idle is None else self._idle.remedy
+                return [replace(record, remedy=remedy) for record in merging.finish()]
+            records = merging.finish(forecasting.forecasts.steps)
+            return [replace(record, unforecast=forecasting.reason) for record in records]
         except Exception as error:
             warn("the report of this run is missing", error)
             return []
-
-    def _records(self) -> list[RunRecord]:
-        forecasting, merging = self._forecasting, self._merging
-        if merging is None:
-            return [] if forecasting is None else forecasting.finish()
-        if forecasting is None:
-            remedy = None if self._idle is None else self._idle.remedy
-            return [replace(record, remedy=remedy) for record in merging.finish()]
-        records = merging.finish(forecasting.forecasts.steps)
-        return [replace(record, unforecast=forecasting.reason) for record in records]
 
 
 def guarded(on_step: Callable[[str], None] | None) -> Callable[[str], None] | None:

@@ -108,12 +108,8 @@ def forecast_record(
 ) -> RunRecord:
     """The record of a run whose steps were forecast, or were to be.
 
-    Args:
-        name: the host's name for the kind of model, or of its scheduler.
-        config: the settings.
-        counts: which steps were forecast.
-        unforecast: why none was; None if any was.
-        begun: returns when each step began, in seconds.
+    ``name`` is the host's for the kind of model, or for its scheduler. ``begun`` returns when each
+    step began, in seconds.
     """
     gain = gain_of(counts, config, begun()) if counts.forecast_steps else None
     return RunRecord(model=name, config=config, counts=counts, unforecast=unforecast, gain=gain)
