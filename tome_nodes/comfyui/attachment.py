@@ -7,7 +7,7 @@ work as before.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,8 +24,9 @@ from ..settings.config import ToMeConfig
 from ..strategies import make_strategy
 from . import host_checks, run_log, workflow
 from .forecast_part import ForecastPart, function_of
-from .merging_part import KEY, MergingPart, apply_model
+from .merging_part import MergingPart, apply_model
 from .models import check_forecasts, is_of_video, is_unet, record_of
+from .neighbours import KEY
 from .sampling_run import SamplingRun, guarded
 from .step_count import StepCount
 
@@ -68,7 +69,7 @@ def attach(
         log.warning(
             "[ToMe] the model stays unpatched, as %s has another %s than this version of ToMe "
             "Nodes knows; a later one may know it",
-            host_checks.version(),
+            host_checks.VERSION,
             changed,
         )
         return model
@@ -97,11 +98,6 @@ def _network(model: ModelPatcher) -> nn.Module:
     if not hasattr(model.model, "diffusion_model"):
         raise ValueError(f"a {type(model.model).__name__} is no diffusion model")
     return uncompiled(model.get_model_object("diffusion_model"))
-
-
-def is_model(value: Any) -> bool:
-    """Whether a value is a model as ComfyUI's loaders make them."""
-    return isinstance(value, ModelPatcher)
 
 
 def is_attached(model: ModelPatcher) -> bool:
@@ -147,10 +143,6 @@ def picture_of(latent: Any) -> Tensor:
     return picture
 
 
-_ARGUMENTS = ("noise", "latent_image", "sampler", "sigmas", "denoise_mask", "callback")
-"""The first arguments of ``CFGGuider.outer_sample``, by position."""
-
-
 @dataclass(eq=False)
 class _Attachment:
     """The wrappers of one patched model. The attributes not listed are arguments of :func:`attach`.
@@ -187,7 +179,8 @@ class _Attachment:
     def sample(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
         """Wrap one sampling run."""
         guider = executor.class_obj
-        given = {name: _argument(name, args, kwargs) for name in _ARGUMENTS}
+        given = {name: kwargs.get(name) for name in host_checks.OUTER_SAMPLE}
+        given |= zip(host_checks.OUTER_SAMPLE, args, strict=False)
         run = self._run_of(guider, given)
         others = {name: value for name, value in kwargs.items() if name not in given}
         with self._kept() as keep, run.installed(guider.model_options):
@@ -249,9 +242,3 @@ class _Attachment:
             yield keep
         finally:
             self.running -= 1
-
-
-def _argument(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """An argument of ``CFGGuider.outer_sample``; None if it was not given."""
-    place = _ARGUMENTS.index(name)
-    return args[place] if place < len(args) else kwargs.get(name)

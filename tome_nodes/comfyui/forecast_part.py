@@ -33,10 +33,8 @@ from ..report.run_record import RunRecord, forecast_record
 from ..settings.config import ToMeConfig
 from .advice import samplers_instead, scheduler_instead
 from .conditions import GUIDANCE, conditions_of, has_momentum
+from .neighbours import KEY
 from .step_count import StepCount
-
-KEY = "tome_nodes"
-"""Our key among the wrappers of a model."""
 
 
 class ForecastPart:

@@ -28,10 +28,8 @@ from .model_report import ModelReport
 from .models import record_of
 from .models.base import ComfyRecord
 from .models.unet import has_patches
+from .neighbours import KEY
 from .step_count import StepCount
-
-KEY = "tome_nodes"
-"""The transformer option with the part of the run that an evaluation belongs to."""
 
 # Not ``__name__``: ComfyUI names the package after its folder.
 log = logging.getLogger("tome_nodes")
@@ -131,7 +129,7 @@ class MergingPart:
         if known is None:
             return call()
         record, run = known
-        others = neighbours.modules_in(options, own=KEY)
+        others = neighbours.modules_in(options)
         self._others |= others
         obstacle = record.obstacle(network, conditions) or neighbours.obstacle_in(others)
         if torch.is_grad_enabled() and _recomputes(network):
@@ -155,7 +153,7 @@ class MergingPart:
         try:
             record = record_of(network)
             changed = None if is_first else record.changed_part(network)
-            obstacle = changed and f"{host_checks.version()} has another {changed}"
+            obstacle = changed and f"{host_checks.VERSION} has another {changed}"
         except ValueError as error:
             obstacle = str(error)
         if obstacle is not None:

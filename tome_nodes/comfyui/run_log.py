@@ -8,10 +8,9 @@ from comfy_execution.utils import get_executing_context
 
 from ..report.run_record import RunRecord
 from . import workflow
+from .neighbours import KEY
 
 log = logging.getLogger("tome_nodes")
-
-_NAME = "tome_nodes"
 
 
 def note(last_runs: Sequence[RunRecord]) -> None:
@@ -25,7 +24,7 @@ def note(last_runs: Sequence[RunRecord]) -> None:
             if context is None:
                 last.log()
             else:
-                runs = get_progress_state().handlers.setdefault(_NAME, _Runs(_NAME))
+                runs = get_progress_state().handlers.setdefault(KEY, _Runs())
                 runs.add(context.node_id, last)
     except Exception as error:
         log.warning("[ToMe] the line of this run is missing: %s: %s", type(error).__name__, error)
@@ -40,8 +39,8 @@ def say(text: str) -> None:
 class _Runs(ProgressHandler):
     """The runs of one prompt that are not logged yet. ComfyUI tells it when a node is done."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
+    def __init__(self) -> None:
+        super().__init__(KEY)
         self._runs: dict[str, dict[str, tuple[int, RunRecord]]] = {}
 
     def add(self, node: str, last: RunRecord) -> None:

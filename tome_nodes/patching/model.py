@@ -172,9 +172,7 @@ class PatchedModel(ModelState):
 def deepest_level(config: ToMeConfig, blocks_by_level: Mapping[int, int]) -> int:
     """How many times smaller than the latent a grid may be to be merged.
 
-    Args:
-        config: the settings.
-        blocks_by_level: by :attr:`Stack.level`, the number of blocks; not empty.
+    ``blocks_by_level`` is the number of blocks by :attr:`Stack.level`; not empty.
     """
     if config.max_downsample != "auto":
         return config.max_downsample

@@ -6,7 +6,6 @@ from .. import reasons
 from ..settings.config import ToMeConfig
 from ..settings.presets import FREE, PRESETS
 from ..strategies.plan import Grid
-from . import model as models
 from .evaluation import Observer
 from .model import PatchedModel
 
@@ -53,7 +52,5 @@ def prospects_of(model: PatchedModel, latent: Grid, obstacle: str) -> Prospects 
 
 def _is_worth_it(model: PatchedModel, latent: Grid) -> bool:
     """Whether merging would save enough on a latent."""
-    saved = model.saved(latent)
-    if saved is None:
-        return latent.downsampled(model.shallowest).tokens >= model.least_tokens
-    return saved > 0 and saved >= (models.LEAST_SAVED if model.config.grows else 0)
+    is_large = latent.downsampled(model.shallowest).tokens >= model.least_tokens
+    return is_large and model.too_little(latent) is None and model.saved(latent) != 0

@@ -64,10 +64,6 @@ class Recording:
         return levels
 
 
-Span = tuple[Any, Any]
-"""Two moments of a clock."""
-
-
 class Recorder:
     """Records a run while it happens."""
 
@@ -78,7 +74,7 @@ class Recorder:
         self._started = time.perf_counter()
         self._slots: dict[tuple[int, Grid], Tensor] = {}
         self._tokens: dict[str, tuple[int, int]] = {}
-        self._blocks: dict[str, list[Span]] = defaultdict(list)
+        self._blocks: dict[str, list[tuple[Any, Any]]] = defaultdict(list)
 
     def timed(self, block: str, forward: Forward) -> Forward:
         """The forward of a block, which notes when it begins and ends."""
