@@ -25,9 +25,10 @@ from ..strategies import make_strategy
 from . import host_checks, run_log, workflow
 from .forecast_part import ForecastPart, function_of
 from .merging_part import MergingPart, apply_model
+from .model_report import guarded
 from .models import check_forecasts, is_of_video, is_unet, record_of
 from .neighbours import KEY
-from .sampling_run import SamplingRun, guarded
+from .sampling_run import SamplingRun
 from .step_count import StepCount
 
 # Not ``__name__``: ComfyUI names the package after its folder.
@@ -205,7 +206,7 @@ class _Attachment:
                 *(config, guider, sampler, steps),
                 starts_empty=is_empty(given["latent_image"]),
                 is_unet=self.merges,
-                on_step=guarded(self.on_step),
+                on_step=None if self.on_step is None else guarded(self.on_step),
             )
         if is_short:
             return SamplingRun(steps, None, merging, idle=forecasting)

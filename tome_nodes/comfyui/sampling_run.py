@@ -5,12 +5,10 @@ answer. If it has none, the model runs, the merging part merges its tokens, and 
 sees the answer. A run may have only one of the two.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
-
-from comfy.model_management import InterruptProcessingException
 
 from ..report.run_record import RunRecord
 from .forecast_part import ForecastPart
@@ -70,23 +68,3 @@ class SamplingRun:
         except Exception as error:
             warn("the report of this run is missing", error)
             return []
-
-
-def guarded(on_step: Callable[[str], None] | None) -> Callable[[str], None] | None:
-    """What shows a step, which is not called again after an error. The error is logged."""
-    if on_step is None:
-        return None
-    works = [True]
-
-    def show(text: str) -> None:
-        if not works[0]:
-            return
-        try:
-            on_step(text)
-        except InterruptProcessingException:
-            raise
-        except Exception as error:
-            works[0] = False
-            warn("the report of this run is not complete", error)
-
-    return show
