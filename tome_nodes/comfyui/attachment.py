@@ -216,12 +216,10 @@ class _Attachment:
         """Whether the settings and the model allow forecasts of a run."""
         if not self.merges:
             return True
-        config, network = self.config, _network(guider.model_patcher)
         return (
-            is_unet(network)
-            and config.forecast
-            and config.ratio > 0
-            and not is_of_video(network)
+            self.config.forecast
+            and self.config.ratio > 0
+            and not is_of_video(_network(guider.model_patcher))
             and host_checks.changed_for_forecasts(guider.model_patcher) is None
         )
 
