@@ -190,11 +190,10 @@ class MergingPart:
         No model ran in ``forecast_steps``.
         """
         others = {neighbours.short(other) for other in self._others}
-        records = [
+        return [
             report.finish(run, model, self._steps, others, forecast_steps)
             for report, run, model in self._reports.values()
         ]
-        return [record for record in records if record is not None]
 
 
 def noise_level(t: Tensor) -> float:

@@ -76,24 +76,20 @@ class ModelReport(Observer):
         steps: StepCount,
         others: Set[str],
         forecast_steps: Set[int],
-    ) -> RunRecord | None:
-        """The record of the run; None if an error, which is logged, prevented it.
+    ) -> RunRecord:
+        """The record of the run.
 
         ``model`` is the BaseModel of ComfyUI that was evaluated, ``others`` are the nodes that may
         be in the way, and no model ran in ``forecast_steps``.
         """
-        try:
-            self._counts.forecast_steps = forecast_steps
-            return merging_record(
-                *(type(model.model_config).__name__, run, self._counts, self._latent),
-                begun=steps.begun,
-                others=others,
-                gpu_waited=steps.gpu_waited,
-                recording=None if self._details is None else self._details.finish(),
-            )
-        except Exception as error:
-            warn("the report of this run is missing", error)
-            return None
+        self._counts.forecast_steps = forecast_steps
+        return merging_record(
+            *(type(model.model_config).__name__, run, self._counts, self._latent),
+            begun=steps.begun,
+            others=others,
+            gpu_waited=steps.gpu_waited,
+            recording=None if self._details is None else self._details.finish(),
+        )
 
 
 def guarded(tell: Callable[[Told], None]) -> Callable[[Told], None]:
