@@ -44,12 +44,10 @@ class _Runs(ProgressHandler):
         self._runs: dict[str, dict[str, tuple[int, RunRecord]]] = {}
 
     def add(self, node: str, last: RunRecord) -> None:
-        """Add a run of a node."""
         runs = self._runs.setdefault(node, {})
         alike, _ = runs.get(last.line, (0, None))
         runs[last.line] = alike + 1, last
 
     def finish_handler(self, node_id: str, state: NodeProgressState, prompt_id: str) -> None:
-        """Log the runs of a node."""
         for alike, last in self._runs.pop(node_id, {}).values():
             last.log(workflow.in_words(node_id), alike)

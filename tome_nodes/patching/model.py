@@ -145,7 +145,6 @@ class PatchedModel(ModelState):
         return outcomes
 
     def _overrides_for(self, evaluation: Evaluation) -> Overrides:
-        """What modules run instead of their own methods in an evaluation."""
         kind = evaluation.deepest, evaluation.by_stack
         if kind not in self._overrides:
             deepest, by_stack = kind

@@ -9,8 +9,6 @@ from diffusers.models import attention_processor
 from torch import nn
 
 from .. import reasons
-from ..patching.attention_trial import Attention
-from ..patching.key_weights import KeyWeights
 from ..patching.model import uncompiled
 from ..patching.unet import UNetRecord
 from ..patching.work import Layer
@@ -90,12 +88,6 @@ def _processor_in_the_way(attention: Any) -> str | None:
     return reasons.unknown_processor(_processor_class(attention).__name__)
 
 
-def _weigh_keys(
-    kwargs: dict[str, Any], weights: KeyWeights, stored: Attention | None = None
-) -> dict[str, Any]:
-    return kwargs | {"attention_mask": weights.sizes[:, None]}
-
-
 class DiffusersUNets(UNetHost):
     """``UNet2DConditionModel``, whose blocks are ``BasicTransformerBlock``."""
 
@@ -106,7 +98,7 @@ class DiffusersUNets(UNetHost):
         needs_all_tokens=_needs_all_tokens,
         masks=_MASKS,
         source="encoder_hidden_states",
-        weigh_keys=_weigh_keys,
+        weigh_keys=lambda kwargs, weights, _: kwargs | {"attention_mask": weights.sizes[:, None]},
         in_the_way=_processor_in_the_way,
     )
 

@@ -65,15 +65,13 @@ class FlowCall(ModelCall):
         flow = sample[:, : self.latent.shape[1]].float()
         return self.latent - self.sign * noise * flow
 
-    def returned(self, denoised: Tensor, noise: float, kind: Any) -> Any:
+    def predicted(self, denoised: Tensor, noise: float) -> Any:
         flow = (self.latent - denoised) / (self.sign * noise)
         if isinstance(self.value, list):
-            sample: Any = list(flow.to(self.value[0].dtype))
-        else:
-            # Pipelines drop what is returned for references.
-            behind = self.value.shape[1] - flow.shape[1] if flow.ndim == 3 else 0
-            sample = F.pad(flow, (0, 0, 0, behind)).to(self.value.dtype)
-        return (sample,) if issubclass(kind, tuple) else kind(sample=sample)
+            return list(flow.to(self.value[0].dtype))
+        # Pipelines drop what is returned for references.
+        behind = self.value.shape[1] - flow.shape[1] if flow.ndim == 3 else 0
+        return F.pad(flow, (0, 0, 0, behind)).to(self.value.dtype)
 
 
 def flow_call(

@@ -52,6 +52,11 @@ class ModelCall:
 
         ``kind`` is the type of what it returns.
         """
+        sample = self.predicted(denoised, noise)
+        return (sample,) if issubclass(kind, tuple) else kind(sample=sample)
+
+    def predicted(self, denoised: Tensor, noise: float) -> Any:
+        """What the model predicts of a denoised latent: its sample, in its form and dtype."""
         raise NotImplementedError
 
 

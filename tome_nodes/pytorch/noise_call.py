@@ -55,15 +55,14 @@ class NoiseCall(ModelCall):
             return self.latent / picture - noise * predicted
         return picture * self.latent - noise * picture * predicted
 
-    def returned(self, denoised: Tensor, noise: float, kind: Any) -> Any:
+    def predicted(self, denoised: Tensor, noise: float) -> Tensor:
         picture = 1 / math.sqrt(1 + noise**2)
         predicted = denoised
         if self.prediction == "epsilon":
             predicted = (self.latent / picture - denoised) / noise
         elif self.prediction == "v_prediction":
             predicted = (picture * self.latent - denoised) / (noise * picture)
-        sample = predicted.to(self.dtype)
-        return (sample,) if issubclass(kind, tuple) else kind(sample=sample)
+        return predicted.to(self.dtype)
 
 
 def noise_call(

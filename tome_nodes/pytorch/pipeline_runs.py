@@ -166,7 +166,6 @@ class PipelineRun:
         return None
 
     def _start(self, first: int) -> None:
-        """Start the run with a step."""
         self._first = first
         if self._most is not None:
             self._stop = min(self._stop, first + self._most)

@@ -53,7 +53,6 @@ class WindowStrategy(CellStrategy):
         self._pieces: dict[tuple[Any, ...], Pieces] = {}
 
     def split(self, cells: Cells, picks: Tensor) -> tuple[Tensor, Tensor]:
-        """See :func:`split_windows`."""
         return split_windows(cells.grid, cells.sy, cells.sx, picks)
 
     def plan(self, features: Tensor, grid: Grid, ratio: float) -> Plan | None:

@@ -58,14 +58,12 @@ class Transformer:
                 yield Stack(name, module, tuple(map(uncompiled, module)))
 
     def block(self, model: ModelState, stack: Stack, index: int) -> AttentionBlock:
-        """The block at an index of a stack."""
         return AttentionBlock(model, stack, index, self.attention, partial(self._start, model))
 
     def work(self, model: Any, blocks: Sequence[Block]) -> None:
         """Not known: presets forecast these models, and everything else is as it is set."""
 
     def attentions(self) -> set[Attention]:
-        """The attention functions that ComfyUI now calls."""
         return host_attentions()
 
     def grid(self, model: Any, shape: Sequence[int]) -> Grid:

@@ -153,7 +153,6 @@ class _StackAttention:
         mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """The override."""
         weights, other = self._shared.keys, self._other
         if other is None and self._stored is not None:
             func = self._stored
