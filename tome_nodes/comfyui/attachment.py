@@ -194,9 +194,10 @@ class _Attachment:
         """A sampling run with some arguments of ``CFGGuider.outer_sample``."""
         config, schedule = self.config, given["sigmas"].tolist()
         sampler = function_of(given["sampler"])
-        is_short = self.merges and config.leaves_short_runs and len(schedule) <= LONG_ON_UNET
         may_forecast = self._may_forecast(guider)
-        steps = StepCount(schedule, sampler, reads_levels=may_forecast and not is_short)
+        is_short = config.leaves_short_runs and len(schedule) - 1 < LONG_ON_UNET
+        is_idle = self.merges and is_short
+        steps = StepCount(schedule, sampler, reads_levels=may_forecast and not is_idle)
         merging = forecasting = None
         if self.merges:
             with_details = self.wants_details is not None and self.wants_details()
@@ -208,7 +209,7 @@ class _Attachment:
                 is_unet=self.merges,
                 on_step=None if self.on_step is None else guarded(self.on_step),
             )
-        if is_short:
+        if is_idle:
             return SamplingRun(steps, None, merging, idle=forecasting)
         return SamplingRun(steps, forecasting, merging)
 
