@@ -22,10 +22,8 @@ _LONGEST = 20
 def samplers_instead(levels: Sequence[float], used: str, is_unet: bool) -> tuple[str, ...]:
     """The samplers under which steps of a run would be forecast, as far as can be told before it.
 
-    Args:
-        levels: the logarithm of signal to noise of every step.
-        used: the name of the sampler in use, which is not advised.
-        is_unet: whether the model is a UNet.
+    ``levels`` is the logarithm of signal to noise of every step. The sampler that is ``used`` is
+    not advised.
     """
     others = (name for name in _SAMPLERS if name != used)
     return tuple(name for name in others if SAMPLERS[name].obstacle(levels, is_unet) is None)

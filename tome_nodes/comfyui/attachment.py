@@ -107,11 +107,9 @@ def is_attached(model: ModelPatcher) -> bool:
 
 
 def last_run(model: ModelPatcher, samplers: Set[str] | None = None) -> RunRecord | None:
-    """The last run of a patched model or its clone, None if there was none.
+    """The last run of a model or its clone; None if there was none, or it is not patched.
 
-    Args:
-        model: a model, patched or not.
-        samplers: the ids of nodes, one of which must have sampled; None for any.
+    ``samplers`` are the ids of nodes, one of which must have sampled; None for any.
     """
     attachment = _attachment(model)
     runs = {} if attachment is None else attachment.runs

@@ -108,15 +108,11 @@ class MergingPart:
         options: dict[str, Any],
         call: Callable[[], Tensor],
     ) -> Tensor:
-        """Evaluate a model, merging tokens.
+        """Evaluate a BaseModel of ComfyUI by ``call``, merging tokens.
 
-        Args:
-            model: a BaseModel of ComfyUI.
-            shape: the shape of the latent, or of its part that is evaluated.
-            conditions: the arguments of the model, by name, besides the latent.
-            t: the noise levels of the samples.
-            options: the transformer options.
-            call: evaluates the model.
+        ``shape`` is that of the latent, or of its part that is evaluated, ``conditions`` are the
+        arguments of the model by name besides the latent, ``t`` is the noise levels of the samples,
+        and ``options`` are the transformer options.
         """
         network = uncompiled(model.diffusion_model)
         must_read = self._has_span or not self._steps.is_counted
