@@ -41,7 +41,7 @@ from benchmarks.speed.figures import grid, spread  # noqa: E402
 from benchmarks.speed.measure import Operators, Subject, merged_blocks  # noqa: E402
 from benchmarks.speed.record import Record, say  # noqa: E402
 from tome_nodes.comfyui.attachment import attach  # noqa: E402
-from tome_nodes.comfyui.merging_part import KEY  # noqa: E402
+from tome_nodes.comfyui.neighbours import KEY  # noqa: E402
 from tome_nodes.ops import triton as kernels  # noqa: E402
 from tome_nodes.patching import engine  # noqa: E402
 from tome_nodes.patching import model as patched_model  # noqa: E402

@@ -48,7 +48,7 @@ def check_unpatched(model, log_messages, part):
     patched = attach(model, merging())
     assert not is_attached(patched)
     assert log_messages() == [
-        f"[ToMe] the model stays unpatched, as {host_checks.version()} has another {part} than "
+        f"[ToMe] the model stays unpatched, as {host_checks.VERSION} has another {part} than "
         "this version of ToMe Nodes knows; a later one may know it"
     ]
     return patched

@@ -50,7 +50,8 @@ def timed_unet(sd15, monkeypatch):
     name = "tome_nodes.patching.unet_block.merges_only_keys"
     monkeypatch.setattr(name, lambda config, *_: config.grows and config.scope == "module")
     # Its time is that of its evaluations.
-    monkeypatch.setattr("tome_nodes.comfyui.attachment.forecasts_unet", lambda *_: False)
+    name = "tome_nodes.comfyui.attachment._Attachment._may_forecast"
+    monkeypatch.setattr(name, lambda *_: False)
     return Timed(sd15.clone(), sampling_of_unet)
 
 

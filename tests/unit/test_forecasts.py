@@ -533,9 +533,9 @@ def test_a_sampler_that_looks_back_on_a_unet_minds_the_step_after_the_next_answe
 def test_noise_of_a_unet_that_falls_slowly_at_first_is_left_alone(sampler):
     """As under the scheduler beta."""
     levels = [-5.0, -4.8, *(number / 2 - 4.3 for number in range(18))]
-    obstacles = [SAMPLERS[sampler].obstacle(levels, 20, is_unet) for is_unet in (True, False)]
+    obstacles = [SAMPLERS[sampler].obstacle(levels, is_unet) for is_unet in (True, False)]
     assert obstacles == [reasons.UNEVEN, None]
-    assert SAMPLERS[sampler].obstacle([-5.4, *levels[1:]], 20, True) is None
+    assert SAMPLERS[sampler].obstacle([-5.4, *levels[1:]], True) is None
 
 
 @pytest.mark.parametrize(
@@ -543,7 +543,7 @@ def test_noise_of_a_unet_that_falls_slowly_at_first_is_left_alone(sampler):
 )
 def test_uni_pc_on_a_unet_needs_noise_that_falls_fastest_at_first(first, is_alone):
     levels = [0.0, *accumulate([first, 1.0] + [1.0 + 0.03 * step for step in range(17)])]
-    obstacles = {name: SAMPLERS[name].obstacle(levels, 20, True) for name in ("uni_pc", "dpmpp_2m")}
+    obstacles = {name: SAMPLERS[name].obstacle(levels, True) for name in ("uni_pc", "dpmpp_2m")}
     assert obstacles == {"uni_pc": reasons.UNEVEN if is_alone else None, "dpmpp_2m": None}
 
 

@@ -16,7 +16,7 @@ from tome_nodes.strategies import bipartite, make_strategy, strategy_class
 from tome_nodes.strategies.bipartite import split_tokens
 from tome_nodes.strategies.cells import LARGE, frames_of_cell, share_of
 from tome_nodes.strategies.plan import Grid
-from tome_nodes.strategies.window import match_windows, split_windows
+from tome_nodes.strategies.window import match_windows, pieces_of, split_windows
 
 grids = st.builds(Grid, st.integers(1, 9), st.integers(1, 9), st.just(1))
 cell_sides = st.integers(1, 3)
@@ -165,7 +165,7 @@ def test_a_window_matches_as_the_paper_does_within_it(grid, sx, sy, seed, share)
         return
     src, dst = split_windows(grid, sy, sx, picks)
     quota = max(1, int(share * src.shape[1]))
-    plan = match_windows(features, src, dst, quota)
+    plan = match_windows(features, pieces_of(features, src, dst), quota)
     assert plan.slot_count == grid.tokens - len(src) * quota
     for sample, values in enumerate(features):
         assert groups(plan, sample) == brute_force_windows(values, src, dst, quota)

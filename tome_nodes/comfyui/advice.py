@@ -7,7 +7,6 @@ from typing import Any
 from comfy.samplers import calculate_sigmas
 
 from ..forecasting.samplers import SAMPLERS
-from ..forecasting.steps import LONG_ON_UNET
 
 _SAMPLERS = ("euler", "dpmpp_2m", "res_multistep")
 """The samplers to advise: under these, forecasts change the picture least."""
@@ -20,28 +19,14 @@ _LONGEST = 20
 ``denoise`` of a second pass is 0.05."""
 
 
-def is_too_rough(count: int, is_unet: bool, from_noise: bool) -> bool:
-    """Whether no sampler or scheduler helps, as a UNet that begins with noise alone needs more
-    than ``count`` steps."""
-    return is_unet and from_noise and count < LONG_ON_UNET
-
-
-def samplers_instead(
-    levels: Sequence[float], used: str, is_unet: bool, from_noise: bool
-) -> tuple[str, ...]:
+def samplers_instead(levels: Sequence[float], used: str, is_unet: bool) -> tuple[str, ...]:
     """The samplers under which steps of a run would be forecast, as far as can be told before it.
 
-    Args:
-        levels: the logarithm of signal to noise of every step.
-        used: the name of the sampler in use, which is not advised.
-        is_unet: whether the model is a UNet.
-        from_noise: whether the run began with noise alone.
+    ``levels`` is the logarithm of signal to noise of every step. The sampler that is ``used`` is
+    not advised.
     """
-    count = len(levels)
-    if is_too_rough(count, is_unet, from_noise):
-        return ()
     others = (name for name in _SAMPLERS if name != used)
-    return tuple(name for name in others if SAMPLERS[name].obstacle(levels, count, is_unet) is None)
+    return tuple(name for name in others if SAMPLERS[name].obstacle(levels, is_unet) is None)
 
 
 def scheduler_instead(

@@ -7,7 +7,7 @@ work as before.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,16 +16,19 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP, WrapperExecutor, WrappersMP
 from torch import Tensor, nn
 
+from ..forecasting.steps import LONG_ON_UNET
 from ..patching.engine import MakeStrategy
 from ..patching.model import uncompiled
 from ..report.run_record import RunRecord
 from ..settings.config import ToMeConfig
 from ..strategies import make_strategy
 from . import host_checks, run_log, workflow
-from .forecast_part import ForecastPart, forecasts_unet, function_of
-from .merging_part import KEY, MergingPart, apply_model
+from .forecast_part import ForecastPart, function_of
+from .merging_part import MergingPart, apply_model
+from .model_report import guarded
 from .models import check_forecasts, is_of_video, is_unet, record_of
-from .sampling_run import SamplingRun, guarded
+from .neighbours import KEY
+from .sampling_run import SamplingRun
 from .step_count import StepCount
 
 # Not ``__name__``: ComfyUI names the package after its folder.
@@ -67,7 +70,7 @@ def attach(
         log.warning(
             "[ToMe] the model stays unpatched, as %s has another %s than this version of ToMe "
             "Nodes knows; a later one may know it",
-            host_checks.version(),
+            host_checks.VERSION,
             changed,
         )
         return model
@@ -98,22 +101,15 @@ def _network(model: ModelPatcher) -> nn.Module:
     return uncompiled(model.get_model_object("diffusion_model"))
 
 
-def is_model(value: Any) -> bool:
-    """Whether a value is a model as ComfyUI's loaders make them."""
-    return isinstance(value, ModelPatcher)
-
-
 def is_attached(model: ModelPatcher) -> bool:
     """Whether a model is patched."""
     return _attachment(model) is not None
 
 
 def last_run(model: ModelPatcher, samplers: Set[str] | None = None) -> RunRecord | None:
-    """The last run of a patched model or its clone, None if there was none.
+    """The last run of a model or its clone; None if there was none, or it is not patched.
 
-    Args:
-        model: a model, patched or not.
-        samplers: the ids of nodes, one of which must have sampled; None for any.
+    ``samplers`` are the ids of nodes, one of which must have sampled; None for any.
     """
     attachment = _attachment(model)
     runs = {} if attachment is None else attachment.runs
@@ -144,10 +140,6 @@ def picture_of(latent: Any) -> Tensor:
     """The picture or video of a latent, without the sound that may come second."""
     picture: Tensor = latent.unbind()[0] if latent.is_nested else latent
     return picture
-
-
-_ARGUMENTS = ("noise", "latent_image", "sampler", "sigmas", "denoise_mask", "callback")
-"""The first arguments of ``CFGGuider.outer_sample``, by position."""
 
 
 @dataclass(eq=False)
@@ -186,11 +178,12 @@ class _Attachment:
     def sample(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
         """Wrap one sampling run."""
         guider = executor.class_obj
-        given = {name: _argument(name, args, kwargs) for name in _ARGUMENTS}
+        given = {name: kwargs.get(name) for name in host_checks.OUTER_SAMPLE}
+        given |= zip(host_checks.OUTER_SAMPLE, args, strict=False)
         run = self._run_of(guider, given)
         others = {name: value for name, value in kwargs.items() if name not in given}
         with self._kept() as keep, run.installed(guider.model_options):
-            given["callback"] = run.watching(given["callback"])
+            given["callback"] = run.steps.watching(given["callback"])
             result = executor(*given.values(), *args[len(given) :], **others)
             keep(run)
         return result
@@ -199,9 +192,10 @@ class _Attachment:
         """A sampling run with some arguments of ``CFGGuider.outer_sample``."""
         config, schedule = self.config, given["sigmas"].tolist()
         sampler = function_of(given["sampler"])
-        is_short = self.merges and not forecasts_unet(config, len(schedule) - 1)
         may_forecast = self._may_forecast(guider)
-        steps = StepCount(schedule, sampler, reads_levels=may_forecast and not is_short)
+        is_short = config.leaves_short_runs and len(schedule) - 1 < LONG_ON_UNET
+        is_idle = self.merges and is_short
+        steps = StepCount(schedule, sampler, reads_levels=may_forecast and not is_idle)
         merging = forecasting = None
         if self.merges:
             with_details = self.wants_details is not None and self.wants_details()
@@ -210,10 +204,10 @@ class _Attachment:
             forecasting = ForecastPart(
                 *(config, guider, sampler, steps),
                 starts_empty=is_empty(given["latent_image"]),
-                is_unet=is_unet(_network(guider.model_patcher)),
-                on_step=guarded(self.on_step),
+                is_unet=self.merges,
+                on_step=None if self.on_step is None else guarded(self.on_step),
             )
-        if is_short:
+        if is_idle:
             return SamplingRun(steps, None, merging, idle=forecasting)
         return SamplingRun(steps, forecasting, merging)
 
@@ -221,12 +215,10 @@ class _Attachment:
         """Whether the settings and the model allow forecasts of a run."""
         if not self.merges:
             return True
-        config, network = self.config, _network(guider.model_patcher)
         return (
-            is_unet(network)
-            and config.forecast
-            and config.ratio > 0
-            and not is_of_video(network)
+            self.config.forecast
+            and self.config.ratio > 0
+            and not is_of_video(_network(guider.model_patcher))
             and host_checks.changed_for_forecasts(guider.model_patcher) is None
         )
 
@@ -248,9 +240,3 @@ class _Attachment:
             yield keep
         finally:
             self.running -= 1
-
-
-def _argument(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """An argument of ``CFGGuider.outer_sample``; None if it was not given."""
-    place = _ARGUMENTS.index(name)
-    return args[place] if place < len(args) else kwargs.get(name)

@@ -31,15 +31,23 @@ def switched_off(transformer_options: dict[str, Any]) -> Iterator[None]:
     Args:
         transformer_options: the transformer options of the run.
     """
+    global _runs, _before
     transformer_options[OPTION] = True
     if not hasattr(args, OPTION) or _host_takes_option():
         yield
         return
-    _enter()
+    with _lock:
+        if _runs == 0:
+            _before = getattr(args, OPTION)
+            setattr(args, OPTION, True)
+        _runs += 1
     try:
         yield
     finally:
-        _leave()
+        with _lock:
+            _runs -= 1
+            if _runs == 0:
+                setattr(args, OPTION, _before)
 
 
 def _host_takes_option() -> bool:
@@ -49,20 +57,3 @@ def _host_takes_option() -> bool:
     except ImportError:
         return False
     return "transformer_options" in inspect.signature(malloc_graph_enabled).parameters
-
-
-def _enter() -> None:
-    global _runs, _before
-    with _lock:
-        if _runs == 0:
-            _before = getattr(args, OPTION)
-            setattr(args, OPTION, True)
-        _runs += 1
-
-
-def _leave() -> None:
-    global _runs
-    with _lock:
-        _runs -= 1
-        if _runs == 0:
-            setattr(args, OPTION, _before)

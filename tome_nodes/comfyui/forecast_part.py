@@ -14,7 +14,7 @@ from comfy.patcher_extension import WrapperExecutor, WrappersMP
 
 from .. import reasons
 from ..forecasting.forecasts import Forecasts
-from ..forecasting.samplers import SAMPLERS, Sampler
+from ..forecasting.samplers import SAMPLERS
 from ..forecasting.steps import (
     FASTER,
     LEAST_SNR,
@@ -29,15 +29,12 @@ from ..forecasting.steps import (
 )
 from ..patching.schedule import is_active, progress_at
 from ..report.counts import Counts
-from ..report.gain import gain_of
-from ..report.run_record import RunRecord
+from ..report.run_record import RunRecord, forecast_record
 from ..settings.config import ToMeConfig
-from .advice import is_too_rough, samplers_instead, scheduler_instead
+from .advice import samplers_instead, scheduler_instead
 from .conditions import GUIDANCE, conditions_of, has_momentum
+from .neighbours import KEY
 from .step_count import StepCount
-
-KEY = "tome_nodes"
-"""Our key among the wrappers of a model."""
 
 
 class ForecastPart:
@@ -57,17 +54,12 @@ class ForecastPart:
         is_unet: bool,
         on_step: Callable[[str], None] | None,
     ):
-        """Prepare a run.
+        """Prepare a run whose steps are counted by ``steps``, under the sampler of this name.
 
-        Args:
-            config: the settings.
-            guider: ComfyUI's guider, whose model options are of this run alone.
-            sampler: the name of the sampler.
-            steps: counts the steps of the run.
-            starts_empty: whether the latent holds no picture.
-            is_unet: whether the model is a UNet.
-            on_step: called once in every step with a short text on what was done; in a UNet, only
-                where it is forecast, as merging says what else is done.
+        The model options of ``guider``, ComfyUI's, are of this run alone. ``starts_empty`` is
+        whether the latent holds no picture. ``on_step`` is called once in every step with a short
+        text on what was done; in a UNet, only where it is forecast, as merging says what else is
+        done.
         """
         schedule = steps.schedule
         self.forecasts = Forecasts(config.ratio, is_unet)
@@ -80,26 +72,19 @@ class ForecastPart:
         self._is_flow = isinstance(self._sampling, CONST)
         self._levels = log_snrs(schedule[:-1], self._is_flow)
         most = float(self._sampling.sigma_max)
+        self._takes_over = not starts_empty and schedule[0] < most
         self._from_noise = starts_empty or is_noise_alone(schedule[0], most)
+        # No sampler or scheduler helps where a UNet that begins with noise needs more steps.
+        self._is_too_rough = is_unet and self._from_noise and steps.total < LONG_ON_UNET
         self._on_step = on_step
         self._answered: int | None = None
         known = self._known = SAMPLERS.get(sampler)
         self._corrects = known is not None and known.corrects
         self._faster = FASTER if known is None else known.faster
-        self._instead = samplers_instead(self._levels, sampler, is_unet, self._from_noise)
-        self._reason: str | None = _obstacle(
-            *(sampler, known, self._levels, steps.total, guider.model_options, is_unet),
-            self._instead,
-            self._from_noise,
-        )
-        to_sigma = self._sampling.percent_to_sigma
-        if not any(is_active(config, noise, to_sigma) for noise in schedule[:-1]):
-            begins = progress_at(schedule[0], to_sigma)
-            self._reason = reasons.percents(config.start_percent, config.end_percent, begins)
-        self._takes_over = not starts_empty and schedule[0] < most
-        if self._reason is None and self._takes_over and self._levels[0] < LEAST_SNR:
-            # So many steps went before in nearly pure noise that fewer of them change little.
-            self._reason = reasons.UNEVEN
+        self._instead: tuple[str, ...] = ()
+        if not self._is_too_rough:
+            self._instead = samplers_instead(self._levels, sampler, is_unet)
+        self._reason = self._obstacle_before(sampler)
 
     @property
     def reason(self) -> str | None:
@@ -144,17 +129,8 @@ class ForecastPart:
             return []
         counts = Counts(self._steps.total)
         counts.forecast_steps = self.forecasts.steps
-        gain = None
-        if counts.forecast_steps:
-            gain = gain_of(counts, self._config, self._steps.begun())
-        record = RunRecord(
-            model=type(self._guider.model_patcher.model.model_config).__name__,
-            config=self._config,
-            counts=counts,
-            unforecast=self.reason,
-            gain=gain,
-        )
-        return [record]
+        name = type(self._guider.model_patcher.model.model_config).__name__
+        return [forecast_record(name, self._config, counts, self.reason, self._steps.begun)]
 
     def predict_noise(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
         """Wrap the guided answer of a step."""
@@ -195,11 +171,9 @@ class ForecastPart:
         """Whether anything would be forecast under another schedule, as far as that tells."""
         levels = log_snrs(schedule[:-1], self._is_flow)
         known, count = self._known, self._steps.total
-        if known is None or is_too_rough(count, self._is_unet, self._from_noise):
+        if known is None or self._is_too_rough or self._begins_late(levels):
             return False
-        if known.obstacle(levels, count, self._is_unet) is not None:
-            return False
-        if self._takes_over and levels[0] < LEAST_SNR:
+        if known.obstacle(levels, self._is_unet) is not None:
             return False
         running = steps_that_run(self._config.ratio, count, not self._from_noise, self._is_unet)
         return any(
@@ -207,6 +181,39 @@ class ForecastPart:
             for index in range(count)
             if index not in running
         )
+
+    def _begins_late(self, levels: Sequence[float]) -> bool:
+        """Whether the run takes over after so many steps in nearly pure noise that fewer of them
+        change little."""
+        return self._takes_over and levels[0] < LEAST_SNR
+
+    def _obstacle_before(self, sampler: str) -> str | None:
+        """Why nothing can be forecast in the run, as far as can be told before it."""
+        config, schedule = self._config, self._steps.schedule
+        to_sigma = self._sampling.percent_to_sigma
+        if not any(is_active(config, noise, to_sigma) for noise in schedule[:-1]):
+            begins = progress_at(schedule[0], to_sigma)
+            return reasons.percents(config.start_percent, config.end_percent, begins)
+        known, count, is_unet = self._known, self._steps.total, self._is_unet
+        if known is None or not known.holds(is_unet):
+            if self._is_too_rough:
+                return reasons.too_short(count, LONG_ON_UNET)
+            return reasons.sampler(sampler, self._instead)
+        if count < known.least and self._instead:
+            return reasons.sampler_needs(sampler, known.least, self._instead)
+        if (obstacle := known.obstacle(self._levels, is_unet)) is not None:
+            return obstacle
+        options = self._guider.model_options
+        if is_unet and known.looks_back and options.get("sampler_pre_cfg_function"):
+            return reasons.CHANGED_GUIDANCE
+        if "easycache" in options["transformer_options"]:
+            return reasons.CACHE
+        if "denoise_mask_function" in options:
+            return reasons.MOVING_MASK
+        windows = getattr(options.get("context_handler"), "context_schedule", None)
+        if "uniform" in getattr(windows, "name", ""):
+            return reasons.MOVING_WINDOWS
+        return reasons.UNEVEN if self._begins_late(self._levels) else None
 
     def _obstacle_in(self, options: Mapping[str, Any]) -> str | None:
         """Why nothing can be forecast from this answer on, as its model options show."""
@@ -227,52 +234,6 @@ class ForecastPart:
         if self._on_step is not None and (is_forecast or not self._is_unet):
             what = "forecast" if is_forecast else "model runs"
             self._on_step(f"{what}, step {done + 1}/{total}")
-
-
-def forecasts_unet(config: ToMeConfig, count: int) -> bool:
-    """Whether steps of a UNet are forecast under some settings, in a run of ``count`` steps."""
-    is_left_alone = config.leaves_short_runs and count < LONG_ON_UNET
-    return config.forecast and config.ratio > 0 and not is_left_alone
-
-
-def _obstacle(
-    name: str,
-    known: Sampler | None,
-    levels: Sequence[float],
-    count: int,
-    options: Mapping[str, Any],
-    is_unet: bool,
-    instead: Sequence[str],
-    from_noise: bool,
-) -> str | None:
-    """Why nothing can be forecast in a run, as far as can be told before it.
-
-    Args:
-        name: the name of the sampler.
-        known: what is known about that sampler.
-        levels: the logarithm of signal to noise of every step.
-        count: the number of steps.
-        options: the model options of the guider.
-        is_unet: whether the model is a UNet.
-        instead: the samplers under which it would be forecast.
-        from_noise: whether the run began with noise alone.
-    """
-    if known is None or not known.holds(is_unet):
-        if is_too_rough(count, is_unet, from_noise):
-            return reasons.too_short(count, LONG_ON_UNET)
-        return reasons.sampler(name, instead)
-    if count < known.least and instead:
-        return reasons.sampler_needs(name, known.least, instead)
-    if (obstacle := known.obstacle(levels, count, is_unet)) is not None:
-        return obstacle
-    if is_unet and known.looks_back and options.get("sampler_pre_cfg_function"):
-        return reasons.CHANGED_GUIDANCE
-    if "easycache" in options["transformer_options"]:
-        return reasons.CACHE
-    if "denoise_mask_function" in options:
-        return reasons.MOVING_MASK
-    windows = getattr(options.get("context_handler"), "context_schedule", None)
-    return reasons.MOVING_WINDOWS if "uniform" in getattr(windows, "name", "") else None
 
 
 def function_of(sampler: Any) -> str:

@@ -16,9 +16,13 @@ from torch import Tensor
 
 from .models.base import ComfyRecord, handed
 
+VERSION = f"ComfyUI {__version__}"
+"""ComfyUI's name and version."""
+
 _WRAPPERS = ("add_wrapper_with_key", "remove_wrappers_with_key", "get_wrappers")
 _APPLY_MODEL = ("x", "t", "c_concat", "c_crossattn", "control", "transformer_options")
-_OUTER_SAMPLE = ("noise", "latent_image", "sampler", "sigmas", "denoise_mask", "callback")
+OUTER_SAMPLE = ("noise", "latent_image", "sampler", "sigmas", "denoise_mask", "callback")
+"""The first arguments of ``CFGGuider.outer_sample``, by position."""
 _PREDICT_NOISE = ("x", "timestep", "model_options")
 _NOISE_LEVELS = ("percent_to_sigma", "sigma_max")
 
@@ -53,15 +57,10 @@ def _first_changed(patcher: ModelPatcher, *others: tuple[str, bool]) -> str | No
     parts = [
         ("ModelPatcher", all(hasattr(patcher, name) for name in _WRAPPERS)),
         ("BaseModel.model_sampling", all(hasattr(sampling, name) for name in _NOISE_LEVELS)),
-        ("CFGGuider.outer_sample", begins_with(CFGGuider, "outer_sample", *_OUTER_SAMPLE)),
+        ("CFGGuider.outer_sample", begins_with(CFGGuider, "outer_sample", *OUTER_SAMPLE)),
         *others,
     ]
     return next((part for part, is_known in parts if not is_known), None)
-
-
-def version() -> str:
-    """ComfyUI's name and version."""
-    return f"ComfyUI {__version__}"
 
 
 def begins_with(kind: type, method: str, *names: str) -> bool:

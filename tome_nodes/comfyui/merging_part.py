@@ -7,7 +7,6 @@ them off again.
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from threading import Lock
 from typing import Any
@@ -29,10 +28,8 @@ from .model_report import ModelReport
 from .models import record_of
 from .models.base import ComfyRecord
 from .models.unet import has_patches
+from .neighbours import KEY
 from .step_count import StepCount
-
-KEY = "tome_nodes"
-"""The transformer option with the part of the run that an evaluation belongs to."""
 
 # Not ``__name__``: ComfyUI names the package after its folder.
 log = logging.getLogger("tome_nodes")
@@ -61,19 +58,6 @@ def apply_model(
     return merging.evaluate(executor.class_obj, shape, kwargs, t, options, call)
 
 
-@dataclass(frozen=True, eq=False)
-class _Known:
-    """A model of a run that can merge.
-
-    Attributes:
-        record: what is known about models of its kind.
-        run: its evaluations.
-    """
-
-    record: ComfyRecord
-    run: ModelRun
-
-
 class MergingPart:
     """Merges tokens in one sampling run, which may evaluate several models in several threads."""
 
@@ -85,21 +69,17 @@ class MergingPart:
         with_details: bool,
         steps: StepCount,
     ):
-        """Prepare a run.
+        """Prepare a run whose steps are counted by ``steps``.
 
-        Args:
-            config: the settings.
-            make_strategy: makes the strategy.
-            on_step: called once in every step with a short text on what was merged.
-            with_details: whether to record the run in detail.
-            steps: counts its steps.
+        ``on_step`` is called once in every step with a short text on what was merged;
+        ``with_details`` is whether to record the run in detail.
         """
         self._config = config
         self._make_strategy = make_strategy
         self._on_step = on_step
         self._with_details = with_details
         self._steps = steps
-        self._known: dict[nn.Module, _Known | None] = {}
+        self._known: dict[nn.Module, tuple[ComfyRecord, ModelRun] | None] = {}
         self._reports: dict[type, tuple[ModelReport, ModelRun, Any]] = {}
         # Whether merging is on in a part of the run only.
         self._has_span = config.start_percent > 0 or config.end_percent < 1
@@ -128,15 +108,11 @@ class MergingPart:
         options: dict[str, Any],
         call: Callable[[], Tensor],
     ) -> Tensor:
-        """Evaluate a model, merging tokens.
+        """Evaluate a BaseModel of ComfyUI by ``call``, merging tokens.
 
-        Args:
-            model: a BaseModel of ComfyUI.
-            shape: the shape of the latent, or of its part that is evaluated.
-            conditions: the arguments of the model, by name, besides the latent.
-            t: the noise levels of the samples.
-            options: the transformer options.
-            call: evaluates the model.
+        ``shape`` is that of the latent, or of its part that is evaluated, ``conditions`` are the
+        arguments of the model by name besides the latent, ``t`` is the noise levels of the samples,
+        and ``options`` are the transformer options.
         """
         network = uncompiled(model.diffusion_model)
         must_read = self._has_span or not self._steps.is_counted
@@ -148,22 +124,23 @@ class MergingPart:
             step = self._step(model, t.device, level)
         if known is None:
             return call()
-        record = known.record
-        others = neighbours.modules_in(options, own=KEY)
+        record, run = known
+        others = neighbours.modules_in(options)
         self._others |= others
         obstacle = record.obstacle(network, conditions) or neighbours.obstacle_in(others)
         if torch.is_grad_enabled() and _recomputes(network):
             obstacle = reasons.RECOMPUTED
         grid, dtype = record.grid(network, shape), model.get_dtype_inference()
         request = Request(step, grid, t.device, dtype, obstacle, has_patches(options))
-        return known.run.evaluate(call, request)
+        return run.evaluate(call, request)
 
     def _met(
         self, network: nn.Module, model: Any, shape: Sequence[int], device: torch.device
-    ) -> _Known | None:
-        """A model that is new in this run; None, and a warning in the log, if it cannot merge.
+    ) -> tuple[ComfyRecord, ModelRun] | None:
+        """The record of a model that is new in this run, and its evaluations.
 
-        Models of one class are deep clones of each other, and share a report.
+        None, and a warning in the log, if it cannot merge. Models of one class are deep clones of
+        each other, and share a report.
         """
         is_first = not self._reports
         if is_first and self._has_span:
@@ -172,7 +149,7 @@ class MergingPart:
         try:
             record = record_of(network)
             changed = None if is_first else record.changed_part(network)
-            obstacle = changed and f"{host_checks.version()} has another {changed}"
+            obstacle = changed and f"{host_checks.VERSION} has another {changed}"
         except ValueError as error:
             obstacle = str(error)
         if obstacle is not None:
@@ -192,7 +169,7 @@ class MergingPart:
         config = record.in_effect(self._config)
         run = ModelRun(config, record, network, self._make_strategy, report)
         self._reports.setdefault(kind, (report, run, model))
-        return _Known(record, run)
+        return record, run
 
     def _step(self, model: Any, device: torch.device, level: float | None) -> MergingStep:
         """The step of an evaluation; ``level`` is its noise level if it has to be known."""
@@ -209,11 +186,10 @@ class MergingPart:
         No model ran in ``forecast_steps``.
         """
         others = {neighbours.short(other) for other in self._others}
-        records = [
+        return [
             report.finish(run, model, self._steps, others, forecast_steps)
             for report, run, model in self._reports.values()
         ]
-        return [record for record in records if record is not None]
 
 
 def noise_level(t: Tensor) -> float:

@@ -6,7 +6,7 @@ An error in reporting never stops the sampling.
 import logging
 from collections.abc import Callable, Set
 from threading import Lock
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from comfy.model_management import InterruptProcessingException
@@ -16,13 +16,14 @@ from ..patching.model_run import ModelRun
 from ..patching.overrides import Forward
 from ..report import log_line
 from ..report.counts import Counts
-from ..report.merging_record import merging_record
 from ..report.recording import Recorder
-from ..report.run_record import RunRecord
+from ..report.run_record import RunRecord, merging_record
 from ..strategies.plan import Grid
 from .step_count import StepCount
 
 log = logging.getLogger("tome_nodes")
+
+Told = TypeVar("Told")
 
 
 class ModelReport(Observer):
@@ -46,9 +47,10 @@ class ModelReport(Observer):
         self._on_step = on_step
         self._details = Recorder(latent, device) if with_details else None
         self._step: int | None = None
-        self._followers = [self._counts.note, self._show]
+        followers = [self._counts.note, self._show]
         if self._details is not None:
-            self._followers.append(self._details.note)
+            followers.append(self._details.note)
+        self._followers = [*map(guarded, followers)]
         self.follows_blocks = with_details
         # ComfyUI may evaluate a model and its clones on several devices at once.
         self._lock = Lock()
@@ -58,14 +60,8 @@ class ModelReport(Observer):
 
     def note(self, result: Result) -> None:
         with self._lock:
-            for follower in [*self._followers]:
-                try:
-                    follower(result)
-                except InterruptProcessingException:
-                    raise
-                except Exception as error:
-                    self._followers.remove(follower)
-                    warn("the report of this run is not complete", error)
+            for follower in self._followers:
+                follower(result)
 
     def _show(self, result: Result) -> None:
         """Show what the first evaluation of a step did."""
@@ -80,24 +76,38 @@ class ModelReport(Observer):
         steps: StepCount,
         others: Set[str],
         forecast_steps: Set[int],
-    ) -> RunRecord | None:
-        """The record of the run; None if an error, which is logged, prevented it.
+    ) -> RunRecord:
+        """The record of the run.
 
         ``model`` is the BaseModel of ComfyUI that was evaluated, ``others`` are the nodes that may
         be in the way, and no model ran in ``forecast_steps``.
         """
-        try:
-            self._counts.forecast_steps = forecast_steps
-            return merging_record(
-                *(type(model.model_config).__name__, run, self._counts, self._latent),
-                begun=steps.begun,
-                others=others,
-                gpu_waited=steps.gpu_waited,
-                recording=None if self._details is None else self._details.finish(),
-            )
-        except Exception as error:
-            warn("the report of this run is missing", error)
-            return None
+        self._counts.forecast_steps = forecast_steps
+        return merging_record(
+            *(type(model.model_config).__name__, run, self._counts, self._latent),
+            begun=steps.begun,
+            others=others,
+            gpu_waited=steps.gpu_waited,
+            recording=None if self._details is None else self._details.finish(),
+        )
+
+
+def guarded(tell: Callable[[Told], None]) -> Callable[[Told], None]:
+    """A function that is not called again after an error, which is logged."""
+    works = True
+
+    def told(what: Told) -> None:
+        nonlocal works
+        if works:
+            try:
+                tell(what)
+            except InterruptProcessingException:
+                raise
+            except Exception as error:
+                works = False
+                warn("the report of this run is not complete", error)
+
+    return told
 
 
 def warn(lost: str, error: Exception) -> None:

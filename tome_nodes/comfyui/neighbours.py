@@ -7,6 +7,9 @@ from typing import Any
 from .. import reasons
 from .models.base import OVERRIDE
 
+KEY = "tome_nodes"
+"""Our name among the options, wrappers and handlers of the host, and in those of our modules."""
+
 IN_THE_WAY = {
     "nodes_tomesd": reasons.CORE_TOME,
     # It needs as many keys as queries, and raises no error if merging leaves fewer.
@@ -15,18 +18,15 @@ IN_THE_WAY = {
 """Why nothing merges beside some of ComfyUI's own nodes, by their modules."""
 
 
-def modules_in(options: Mapping[str, Any], own: str) -> Set[str]:
-    """The modules of the functions that nodes put into attention or blocks.
-
-    Modules with ``own`` in their name are left out.
-    """
+def modules_in(options: Mapping[str, Any]) -> Set[str]:
+    """The modules of the functions that other nodes put into attention or blocks."""
     functions = [options.get(OVERRIDE)]
     for name, patches in options.get("patches", {}).items():
         functions += patches if name.startswith("attn") else ()
     for replaced in options.get("patches_replace", {}).values():
         functions += replaced.values()
     modules = {_module_of(each) for each in functions if each}
-    return {module for module in modules if own not in module}
+    return {module for module in modules if KEY not in module}
 
 
 def obstacle_in(modules: Set[str]) -> str | None:

@@ -8,10 +8,9 @@ from comfy_execution.utils import get_executing_context
 
 from ..report.run_record import RunRecord
 from . import workflow
+from .neighbours import KEY
 
 log = logging.getLogger("tome_nodes")
-
-_NAME = "tome_nodes"
 
 
 def note(last_runs: Sequence[RunRecord]) -> None:
@@ -20,21 +19,15 @@ def note(last_runs: Sequence[RunRecord]) -> None:
     An error never stops the sampling; it is logged.
     """
     try:
-        _note(last_runs)
+        context = get_executing_context()
+        for last in last_runs:
+            if context is None:
+                last.log()
+            else:
+                runs = get_progress_state().handlers.setdefault(KEY, _Runs())
+                runs.add(context.node_id, last)
     except Exception as error:
         log.warning("[ToMe] the line of this run is missing: %s: %s", type(error).__name__, error)
-
-
-def _note(last_runs: Sequence[RunRecord]) -> None:
-    context = get_executing_context()
-    if context is None:
-        for last in last_runs:
-            last.log()
-        return
-    handlers = get_progress_state().handlers
-    handler = handlers.setdefault(_NAME, _Runs(_NAME))
-    for last in last_runs:
-        handler.add(context.node_id, last)
 
 
 def say(text: str) -> None:
@@ -46,17 +39,15 @@ def say(text: str) -> None:
 class _Runs(ProgressHandler):
     """The runs of one prompt that are not logged yet. ComfyUI tells it when a node is done."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
+    def __init__(self) -> None:
+        super().__init__(KEY)
         self._runs: dict[str, dict[str, tuple[int, RunRecord]]] = {}
 
     def add(self, node: str, last: RunRecord) -> None:
-        """Add a run of a node."""
         runs = self._runs.setdefault(node, {})
         alike, _ = runs.get(last.line, (0, None))
         runs[last.line] = alike + 1, last
 
     def finish_handler(self, node_id: str, state: NodeProgressState, prompt_id: str) -> None:
-        """Log the runs of a node."""
         for alike, last in self._runs.pop(node_id, {}).values():
             last.log(workflow.in_words(node_id), alike)

@@ -5,12 +5,10 @@ answer. If it has none, the model runs, the merging part merges its tokens, and 
 sees the answer. A run may have only one of the two.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
-
-from comfy.model_management import InterruptProcessingException
 
 from ..report.run_record import RunRecord
 from .forecast_part import ForecastPart
@@ -18,11 +16,13 @@ from .merging_part import MergingPart
 from .model_report import warn
 from .step_count import StepCount
 
-Callback = Callable[..., Any]
-
 
 class SamplingRun:
-    """One sampling run: its parts, of which at least one is there, and what they report."""
+    """One sampling run: its parts, of which at least one is there, and what they report.
+
+    Attributes:
+        steps: counts its steps.
+    """
 
     def __init__(
         self,
@@ -31,12 +31,12 @@ class SamplingRun:
         merging: MergingPart | None,
         idle: ForecastPart | None = None,
     ):
-        """Prepare a run whose steps are counted by ``steps``.
+        """Prepare a run.
 
         ``idle`` is the forecasting part where the settings leave the steps of this run alone; it
         only knows what would change that.
         """
-        self._steps = steps
+        self.steps = steps
         self._forecasting = forecasting
         self._merging = merging
         self._idle = idle
@@ -51,47 +51,20 @@ class SamplingRun:
                 parts.enter_context(self._forecasting.installed())
             yield
 
-    def watching(self, callback: Callback | None) -> Callback:
-        """The callback of the sampler, which calls it in every step, after the step's answer."""
-        return self._steps.watching(callback)
-
     def finish(self) -> list[RunRecord]:
         """The records of the run, one for each class of model; none if nothing was sampled.
 
         An error, which is logged, never costs the picture.
         """
+        forecasting, merging = self._forecasting, self._merging
         try:
-            return self._records()
+            if merging is None:
+                return [] if forecasting is None else forecasting.finish()
+            if forecasting is None:
+                remedy = None if self._idle is None else self._idle.remedy
+                return [replace(record, remedy=remedy) for record in merging.finish()]
+            records = merging.finish(forecasting.forecasts.steps)
+            return [replace(record, unforecast=forecasting.reason) for record in records]
         except Exception as error:
             warn("the report of this run is missing", error)
             return []
-
-    def _records(self) -> list[RunRecord]:
-        forecasting, merging = self._forecasting, self._merging
-        if merging is None:
-            return [] if forecasting is None else forecasting.finish()
-        if forecasting is None:
-            remedy = None if self._idle is None else self._idle.remedy
-            return [replace(record, remedy=remedy) for record in merging.finish()]
-        records = merging.finish(forecasting.forecasts.steps)
-        return [replace(record, unforecast=forecasting.reason) for record in records]
-
-
-def guarded(on_step: Callable[[str], None] | None) -> Callable[[str], None] | None:
-    """What shows a step, which is not called again after an error. The error is logged."""
-    if on_step is None:
-        return None
-    works = [True]
-
-    def show(text: str) -> None:
-        if not works[0]:
-            return
-        try:
-            on_step(text)
-        except InterruptProcessingException:
-            raise
-        except Exception as error:
-            works[0] = False
-            warn("the report of this run is not complete", error)
-
-    return show

@@ -6,12 +6,12 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+from comfy.model_patcher import ModelPatcher
 from comfy_execution.graph_utils import is_link
 
 from ..settings.config import OPTIONS, ToMeConfig
 from ..settings.options import OptionError, OptionTypeError, shown
 from ..settings.presets import CUSTOM, FREE, PRESET, settings_of
-from . import attachment
 from .node_texts import PATCH, Caption
 
 LINKS = "links"
@@ -174,7 +174,7 @@ def _is_pictures(value: Any) -> bool:
 
 
 _IS_OF_TYPE: Mapping[str, Callable[[Any], bool]] = {
-    "MODEL": attachment.is_model,
+    "MODEL": lambda value: isinstance(value, ModelPatcher),
     "STRING": lambda value: isinstance(value, str),
     # Of a latent, only its origin in the workflow matters.
     "LATENT": lambda value: True,

@@ -94,7 +94,6 @@ class _Line:
     jumped: Tensor | None = None
 
     def add(self, new: _Answer) -> None:
-        """Add an answer."""
         if self.answers and new.step.log_snr - self.answers[-1].step.log_snr < TOO_CLOSE:
             self.answers.pop()
             self.total -= 1
@@ -286,7 +285,6 @@ class Forecasts:
         return reasons.too_short(step.count, self._long, self._long - len(running))
 
     def _running(self, step: ForecastStep) -> frozenset[int]:
-        """The steps that the model runs."""
         is_settled = self._is_settled(step)
         is_edit = is_settled and step.from_noise and step.count < _SHORTEST_EDIT
         if is_edit or self._is_rough(step):

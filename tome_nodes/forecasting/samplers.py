@@ -49,14 +49,14 @@ class Sampler:
         """Whether it puts a line through the answers of several steps."""
         return self.faster != FASTER
 
-    def obstacle(self, levels: Sequence[float], count: int, is_unet: bool = False) -> str | None:
+    def obstacle(self, levels: Sequence[float], is_unet: bool) -> str | None:
         """Why nothing can be forecast in a run, as far as its noise levels show.
 
         Args:
-            levels: as in :func:`tome_nodes.forecasting.steps.is_even`.
-            count: the number of steps.
+            levels: the logarithm of signal to noise of every step.
             is_unet: whether the model is a UNet.
         """
+        count = len(levels)
         if count < self.least:
             return reasons.too_short(count, self.least)
         if count < self.apart and not are_apart(levels):

@@ -114,7 +114,6 @@ class Block:
         return plan
 
     def _why_no_plan(self, grid: Grid, ratio: float) -> str:
-        """The reason to report if the strategy made no plan."""
         config = self.model.config
         if ratio == 0:
             return reasons.NO_RATIO

@@ -33,18 +33,11 @@ class Engine:
     error: str | None
     ways: Ways
 
-    @property
     def backend(self) -> str:
-        """``torch`` or ``triton``."""
-        return self.strategy.ops.name
-
-    def in_words(self) -> list[str]:
-        """What a report says about the backend; nothing if it is plain torch as expected."""
-        if self.backend == "triton":
-            return ["triton"]
+        """What a report says about the backend; ``torch`` or ``triton`` if it is as expected."""
         if self.why_torch is not None:
-            return [f"torch as Triton cannot be used ({self.why_torch})"]
-        return []
+            return f"torch as Triton cannot be used ({self.why_torch})"
+        return self.strategy.ops.name
 
 
 def make_engine(
@@ -53,13 +46,7 @@ def make_engine(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Engine:
-    """The engine for some settings and tokens of one device and dtype.
-
-    Args:
-        config: the settings.
-        make_strategy: makes the strategy.
-        device: the device of the tokens.
-        dtype: the dtype of the tokens.
+    """The engine for some settings, and for tokens of one device and dtype.
 
     Raises:
         torch.OutOfMemoryError: the device has no room for a small plan.

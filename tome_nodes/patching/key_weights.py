@@ -95,7 +95,7 @@ class Ways:
 
 
 def way_of(
-    tried: Tried, head_channels: int, capable: Capabilities, by_head: bool, may_widen: bool = True
+    tried: Tried, head_channels: int, capable: Capabilities, by_head: bool, may_widen: bool
 ) -> Way | None:
     """The fastest way for an attention function; None if there is none.
 

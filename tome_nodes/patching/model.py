@@ -1,7 +1,7 @@
 """A patched model: its blocks, and the evaluation that goes on."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -14,7 +14,7 @@ from ..strategies.plan import Grid
 from .attention_trial import Attention
 from .block import Block
 from .evaluation import Evaluation, ModelState, Observer, Outcome
-from .overrides import Override, Overrides
+from .overrides import Overrides
 from .stack import Stack
 from .work import Work
 
@@ -145,15 +145,14 @@ class PatchedModel(ModelState):
         return outcomes
 
     def _overrides_for(self, evaluation: Evaluation) -> Overrides:
-        """What modules run instead of their own methods in an evaluation."""
         kind = evaluation.deepest, evaluation.by_stack
         if kind not in self._overrides:
-            self._overrides[kind] = Overrides(lambda: self._make_overrides(*kind))
+            deepest, by_stack = kind
+            blocks = self._overridden_blocks(deepest)
+            self._overrides[kind] = Overrides(
+                lambda: [each for block in blocks for each in block.overrides(by_stack)]
+            )
         return self._overrides[kind]
-
-    def _make_overrides(self, deepest: int, by_stack: bool) -> Iterator[Override]:
-        for block in self._overridden_blocks(deepest):
-            yield from block.overrides(by_stack)
 
     def _overridden_blocks(self, deepest: int) -> list[Block]:
         """The blocks that are overridden if grids may be ``deepest`` times smaller to be merged."""
@@ -172,9 +171,7 @@ class PatchedModel(ModelState):
 def deepest_level(config: ToMeConfig, blocks_by_level: Mapping[int, int]) -> int:
     """How many times smaller than the latent a grid may be to be merged.
 
-    Args:
-        config: the settings.
-        blocks_by_level: by :attr:`Stack.level`, the number of blocks; not empty.
+    ``blocks_by_level`` is the number of blocks by :attr:`Stack.level`; not empty.
     """
     if config.max_downsample != "auto":
         return config.max_downsample

@@ -107,10 +107,7 @@ class ModelRun:
         Merging fails if there is too little memory, or if a compiler of the model fails on it. If
         that only makes no more graphs, the answer is that of the graphs so far, or of none. The
         observer gets the result, unless the evaluation raised. Threads wait for each other.
-
-        Args:
-            call: evaluates the model.
-            request: what is known of the evaluation.
+        ``call`` evaluates the model.
         """
         if not self.may_compile:
             call = partial(with_graphs_so_far, call)

@@ -6,7 +6,6 @@ from .. import reasons
 from ..settings.config import ToMeConfig
 from ..settings.presets import FREE, PRESETS
 from ..strategies.plan import Grid
-from . import model as models
 from .evaluation import Observer
 from .model import PatchedModel
 
@@ -19,21 +18,12 @@ class Prospects:
     """What would help where too little would merge.
 
     Attributes:
-        fast: the share of the work that merging would save under preset *fast*; None if that is
-            too little, too.
-        times: how many times as wide and high the picture would have to be; None if that is more
-            than twice.
+        advice: what to do.
+        is_preset: whether that is to take preset *fast*, the least change.
     """
 
-    fast: float | None = None
-    times: float | None = None
-
-    @property
-    def advice(self) -> str:
-        """What to do, the least change first."""
-        if self.fast is not None:
-            return reasons.take_fast(f"under which merging saves {self.fast:.0%} of the work")
-        return reasons.take_larger(self.times)
+    advice: str
+    is_preset: bool = False
 
 
 def prospects_of(model: PatchedModel, latent: Grid, obstacle: str) -> Prospects | None:
@@ -43,23 +33,24 @@ def prospects_of(model: PatchedModel, latent: Grid, obstacle: str) -> Prospects 
     """
     if not obstacle.endswith(reasons.WORTH_IT):
         return None
-    config, fast = model.config, None
+    config = model.config
     if config.grows and config.scope == "module":
         free = {name: getattr(config, name) for name in FREE}
         settings = ToMeConfig(**free, **PRESETS["fast"].options)
         other = PatchedModel(settings, model.record, model.model, Observer())
-        fast = other.saved(latent) if _is_worth_it(other, latent) else None
+        saved = other.saved(latent)
+        if saved is not None and _is_worth_it(other, latent):
+            why = f"under which merging saves {saved:.0%} of the work"
+            return Prospects(reasons.take_fast(why), is_preset=True)
     larger = (
         times
         for times in _TIMES
         if _is_worth_it(model, Grid(round(latent.height * times), round(latent.width * times)))
     )
-    return Prospects(fast, next(larger, None))
+    return Prospects(reasons.take_larger(next(larger, None)))
 
 
 def _is_worth_it(model: PatchedModel, latent: Grid) -> bool:
     """Whether merging would save enough on a latent."""
-    saved = model.saved(latent)
-    if saved is None:
-        return latent.downsampled(model.shallowest).tokens >= model.least_tokens
-    return saved > 0 and saved >= (models.LEAST_SAVED if model.config.grows else 0)
+    is_large = latent.downsampled(model.shallowest).tokens >= model.least_tokens
+    return is_large and model.too_little(latent) is None and model.saved(latent) != 0

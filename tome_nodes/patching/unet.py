@@ -29,18 +29,16 @@ class UNetRecord(UNetCalls):
     attentions: Callable[[], Iterable[Attention]] = tuple
 
     def stacks(self, model: Any) -> Iterator[Stack]:
-        """The stacks of a model, in running order."""
         for name, module, level in self.layers(model):
             if self.is_stack(module):
                 blocks: Any = module.transformer_blocks
                 yield Stack(name, module, tuple(blocks), level)
 
     def block(self, model: ModelState, stack: Stack, index: int) -> UNetBlock:
-        """The block at an index of a stack."""
         return UNetBlock(model, stack, index, self)
 
     def work(self, model: Any, blocks: Sequence[Block]) -> Work | None:
-        """What an evaluation of a model costs; None if another library has changed attention."""
+        # Another library may have changed attention.
         if not all(has_projections(block.module) for block in blocks):
             return None
         works = (

@@ -1,6 +1,6 @@
 """The blocks of UNets, which merge tokens on entry to the block or its modules (section 4)."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -189,7 +189,10 @@ class UNetBlock(Block):
             if shared is not None and self._begins_stack(*args, **kwargs):
                 shared.plan, shared.tokens, shared.merged = plan, x, merged
                 if self.evaluation.by_stack and self.attends_to_itself:
-                    shared.keys = self._weights_unless_called(plan, x)
+                    shared.keys = self.weights(plan.log_sizes, x)
+                    if shared.keys is not None:
+                        # Until a self-attention is called, another node attends in its place.
+                        shared.keys.note(reasons.OTHER_ATTENTION)
                 return self._run_in_stack(shared, forward, merged, *args, **kwargs)
             outcome.merged(x.shape[1], plan)
             self._outer_plan = plan
@@ -240,12 +243,8 @@ class UNetBlock(Block):
     ) -> Grid | None:
         """The grid of the block's tokens; None if they may not merge.
 
-        The reason is noted, except at a level that the settings leave out.
-
-        Args:
-            x: the tokens, ``[batch, tokens, channels]``.
-            args: the block's other positional arguments.
-            kwargs: the block's keyword arguments.
+        The reason is noted, except at a level that the settings leave out. ``args`` and ``kwargs``
+        are the block's arguments after the tokens.
         """
         evaluation, shapes, count = self.evaluation, self.calls.shapes, x.shape[1]
         if shapes is not None:
@@ -382,16 +381,6 @@ class UNetBlock(Block):
 
         return attention
 
-    def _weights_unless_called(self, plan: Plan, x: Tensor) -> KeyWeights | None:
-        """What the keys of all self-attentions of the stack weigh; None if as one token each.
-
-        Until one of them is called, another node is taken to attend in its place.
-        """
-        weights = self.weights(plan.log_sizes, x)
-        if weights is not None:
-            weights.note(reasons.OTHER_ATTENTION)
-        return weights
-
     def _weigh(
         self, plan: Plan, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[str, Any]:
@@ -426,13 +415,13 @@ class UNetBlock(Block):
         plan: Plan,
         x: Tensor,
         kwargs: dict[str, Any],
-        attention: Any = None,
+        attention: Any,
         args: tuple[Any, ...] = (),
     ) -> bool:
         """Whether a module can run on ``x`` merged by the plan; noted in the outcome.
 
-        ``attention`` is the module if it is one, and ``args`` are the positional arguments of a
-        self-attention after the tokens.
+        ``attention`` is the module, None if it is none, and ``args`` are the positional arguments
+        of a self-attention after the tokens.
         """
         outcome, calls = self.outcome, self.calls
         reason = None
@@ -463,8 +452,3 @@ def merges_only_keys(config: ToMeConfig, level: int, shallowest: int) -> bool:
     there, whole stacks change pictures most (benchmarks/FIDELITY.md).
     """
     return config.grows and (config.scope == "module" or level == shallowest)
-
-
-def is_masked(kwargs: Mapping[str, Any], masks: Iterable[str]) -> bool:
-    """Whether any argument named in ``masks`` is given."""
-    return any(kwargs.get(name) is not None for name in masks)

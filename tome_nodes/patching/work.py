@@ -96,13 +96,8 @@ class Work:
     def saved(self, config: ToMeConfig, latent: Grid, least: int, deepest: int) -> float:
         """The share of an evaluation's multiplications that merging saves.
 
-        What merging costs does not count.
-
-        Args:
-            config: the settings.
-            latent: the grid of the latent.
-            least: the fewest tokens of a map that merges.
-            deepest: how many times smaller than the latent the smallest map that merges is.
+        What merging costs does not count. A map of fewer tokens than ``least`` does not merge, nor
+        one that is more than ``deepest`` times smaller than the latent.
         """
         saved = 0.0
         strategy = make_strategy(config, TORCH)

@@ -9,11 +9,8 @@ from diffusers.models import attention_processor
 from torch import nn
 
 from .. import reasons
-from ..patching.attention_trial import Attention
-from ..patching.key_weights import KeyWeights
 from ..patching.model import uncompiled
 from ..patching.unet import UNetRecord
-from ..patching.unet_block import is_masked
 from ..patching.work import Layer
 from ..settings.config import ToMeConfig
 from .model_call import TIMESTEPS
@@ -68,8 +65,7 @@ def _needs_all_tokens(block: Any, index: int, *args: Any, **kwargs: Any) -> bool
     of_attention = kwargs.get("cross_attention_kwargs") or {}
     return (
         block._chunk_size is not None
-        or is_masked(kwargs, _MASKS)
-        or is_masked(of_attention, _MASKS)
+        or any(given.get(name) is not None for given in (kwargs, of_attention) for name in _MASKS)
         or not _is_known(block.attn1)
         or not (block.attn2 is None or _is_known(block.attn2))
     )
@@ -92,12 +88,6 @@ def _processor_in_the_way(attention: Any) -> str | None:
     return reasons.unknown_processor(_processor_class(attention).__name__)
 
 
-def _weigh_keys(
-    kwargs: dict[str, Any], weights: KeyWeights, stored: Attention | None = None
-) -> dict[str, Any]:
-    return kwargs | {"attention_mask": weights.sizes[:, None]}
-
-
 class DiffusersUNets(UNetHost):
     """``UNet2DConditionModel``, whose blocks are ``BasicTransformerBlock``."""
 
@@ -108,7 +98,7 @@ class DiffusersUNets(UNetHost):
         needs_all_tokens=_needs_all_tokens,
         masks=_MASKS,
         source="encoder_hidden_states",
-        weigh_keys=_weigh_keys,
+        weigh_keys=lambda kwargs, weights, _: kwargs | {"attention_mask": weights.sizes[:, None]},
         in_the_way=_processor_in_the_way,
     )
 

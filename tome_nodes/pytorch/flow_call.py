@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import reasons
-from .model_call import trait
+from .model_call import ModelCall
 
 _FLOWS: Mapping[str, tuple[float, float]] = {
     "FluxTransformer2DModel": (0.0, 1.0),
@@ -43,51 +43,35 @@ as control, may change from step to step."""
 
 
 @dataclass(frozen=True, eq=False)
-class FlowCall:
+class FlowCall(ModelCall):
     """One call of a transformer that predicts a flow.
 
+    Its latent is ``[batch, tokens, channels]``, or ``[batch, channels, height, width]``, with
+    frames before the height if it is a video. Its time is the share of noise in the latent.
+
     Attributes:
-        latent: the noisy latent in float32: ``[batch, tokens, channels]``, or
-            ``[batch, channels, height, width]``, with frames before the height if it is a video.
-        time: the share of noise in it, as the timestep says.
         sign: 1, or -1 if timesteps grow as the noise falls.
-        network: the transformer.
         value: the argument that holds the latent.
-        others: the arguments besides this one and the timestep, by name.
     """
 
-    latent: Tensor
-    time: float
     sign: int
-    network: nn.Module
     value: Any
-    others: Mapping[str, Any]
 
-    @property
-    def conditions(self) -> Hashable:
-        """Everything besides the noise that decides the answer, as far as the call shows."""
-        traits = ((name, trait(given, name in _BY_VALUE)) for name, given in self.others.items())
-        return id(self.network), *traits
+    def is_steady(self, name: Hashable) -> bool:
+        return name in _BY_VALUE
 
     def denoised(self, result: Any, noise: float) -> Tensor:
-        """The denoised latent that follows from what the transformer returned."""
         sample = torch.stack(result[0]) if isinstance(result[0], list) else result[0]
         flow = sample[:, : self.latent.shape[1]].float()
         return self.latent - self.sign * noise * flow
 
-    def returned(self, denoised: Tensor, noise: float, kind: Any) -> Any:
-        """What the transformer would return for a denoised latent; undoes :meth:`denoised`.
-
-        ``kind`` is the type of what it returns.
-        """
+    def predicted(self, denoised: Tensor, noise: float) -> Any:
         flow = (self.latent - denoised) / (self.sign * noise)
         if isinstance(self.value, list):
-            sample: Any = list(flow.to(self.value[0].dtype))
-        else:
-            # Pipelines drop what is returned for references.
-            behind = self.value.shape[1] - flow.shape[1] if flow.ndim == 3 else 0
-            sample = F.pad(flow, (0, 0, 0, behind)).to(self.value.dtype)
-        return (sample,) if issubclass(kind, tuple) else kind(sample=sample)
+            return list(flow.to(self.value[0].dtype))
+        # Pipelines drop what is returned for references.
+        behind = self.value.shape[1] - flow.shape[1] if flow.ndim == 3 else 0
+        return F.pad(flow, (0, 0, 0, behind)).to(self.value.dtype)
 
 
 def flow_call(
@@ -114,7 +98,7 @@ def flow_call(
     others = {
         name: argument for name, argument in given.items() if name not in (names[0], *_TIMESTEP)
     }
-    return FlowCall(latent, time, 1 if noisy > clean else -1, network, value, others)
+    return FlowCall(latent, time, network, others, 1 if noisy > clean else -1, value)
 
 
 def _latent(network: Any, value: Any, given: Mapping[str, Any]) -> Tensor | None:

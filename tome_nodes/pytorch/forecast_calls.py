@@ -27,14 +27,7 @@ class ForecastCalls:
     """
 
     def __init__(self, config: ToMeConfig, network: nn.Module, runs: PipelineRuns, view: View):
-        """Prepare to forecast.
-
-        Args:
-            config: the settings.
-            network: the model.
-            runs: the runs of its pipeline.
-            view: views its calls.
-        """
+        """``view`` views the calls of ``network``."""
         self._config = config
         self._network = network
         self.runs = runs

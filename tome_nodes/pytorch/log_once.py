@@ -19,11 +19,9 @@ class LogOnce:
         return is_new
 
     def info(self, line: str) -> None:
-        """Log a line."""
         if self.is_new(line):
             log.info("[ToMe] %s", line)
 
     def warn(self, line: str) -> None:
-        """Log a warning."""
         if self.is_new(line):
             log.warning("[ToMe] %s", line)

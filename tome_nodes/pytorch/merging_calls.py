@@ -22,8 +22,7 @@ from ..patching.schedule import MergingStep, is_active
 from ..patching.unet import UNetRecord
 from ..report import log_line
 from ..report.counts import Counts
-from ..report.merging_record import merging_record
-from ..report.run_record import RunRecord
+from ..report.run_record import RunRecord, merging_record
 from ..settings.config import ToMeConfig
 from ..strategies.plan import Grid
 from .log_once import LogOnce
@@ -69,16 +68,10 @@ class MergingCalls:
         find_obstacle: Callable[[nn.Module, ToMeConfig], str | None],
         once: LogOnce,
     ):
-        """Prepare to merge.
+        """Prepare to merge in a UNet that was trained on ``levels`` noise levels.
 
-        Args:
-            config: the settings.
-            record: how the UNet is built.
-            unet: the UNet.
-            make_strategy: makes the strategy.
-            levels: the number of noise levels that it was trained on.
-            find_obstacle: returns why it cannot merge tokens in its current state, None if it can.
-            once: logs what is said of the UNet.
+        ``find_obstacle`` returns why it cannot merge tokens in its current state, None if it can;
+        ``once`` logs what is said of it.
         """
         self._config = config
         self._unet = unet
@@ -100,15 +93,10 @@ class MergingCalls:
         step: int,
         counts: Counts | None,
     ) -> Any:
-        """What a call of the UNet returns, which merges tokens.
+        """What a call of the UNet returns, which merges tokens; ``forward`` calls the UNet itself.
 
-        Args:
-            forward: calls the UNet itself.
-            args: the arguments of the call by position.
-            kwargs: those by name.
-            step: the step that it belongs to.
-            counts: counts what merges in the run that it belongs to; None if that is not known,
-                and each call is reported alone.
+        ``step`` is the step that it belongs to, and ``counts`` counts what merges in its run; None
+        if that is not known, and each call is reported alone.
         """
         request = self._begin(args, kwargs, step)
         if request is None:
@@ -177,12 +165,7 @@ class MergingCalls:
             self._once.info(f"{record.line}; {record.gain.words}")
 
     def finish(self, counts: Counts, begun: Mapping[int, float]) -> RunRecord:
-        """The record of a run.
-
-        Args:
-            counts: what merged in it, and which steps had no call.
-            begun: when each step began, in seconds.
-        """
+        """The record of a run: what was counted, and when each step began, in seconds."""
         name = type(self._unet).__name__
         return merging_record(name, self._run, counts, self._latent, lambda: begun)
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any, SupportsFloat
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import reasons
-from .model_call import TIMESTEPS, first_two_arguments, trait
+from .model_call import TIMESTEPS, ModelCall, first_two_arguments
 
 _PREDICTIONS = ("epsilon", "v_prediction", "sample")
 """What UNets predict: the noise, its mixture with the picture, or the picture."""
@@ -27,36 +27,23 @@ _CONTROL = (
 
 
 @dataclass(frozen=True, eq=False)
-class NoiseCall:
-    """One call of a UNet.
+class NoiseCall(ModelCall):
+    """One call of a UNet, whose latent is ``[batch, channels, height, width]``.
+
+    A noise level is the standard deviation of the noise that is added to the picture.
 
     Attributes:
-        latent: the noisy latent in float32, ``[batch, channels, height, width]``.
-        time: the timestep as a share of the last one of training.
-        network: the UNet.
-        prediction: what it predicts, one of :data:`_PREDICTIONS`.
+        prediction: what the UNet predicts, one of :data:`_PREDICTIONS`.
         dtype: the dtype of what it returns.
-        others: the arguments besides the noisy latent and the timestep, by name or position.
     """
 
-    latent: Tensor
-    time: float
-    network: nn.Module
     prediction: str
     dtype: torch.dtype
-    others: Mapping[Hashable, Any]
 
-    @property
-    def conditions(self) -> Hashable:
-        """Everything besides the noise that decides the answer, as far as the call shows."""
-        traits = ((name, trait(given, name not in _CONTROL)) for name, given in self.others.items())
-        return id(self.network), *traits
+    def is_steady(self, name: Hashable) -> bool:
+        return name not in _CONTROL
 
     def denoised(self, result: Any, noise: float) -> Tensor | None:
-        """The denoised latent that follows from what the UNet returned; None if it does not.
-
-        ``noise`` is the standard deviation of the noise that is added to the picture.
-        """
         sample = result[0]
         if not isinstance(sample, Tensor) or sample.shape != self.latent.shape:
             return None
@@ -68,16 +55,14 @@ class NoiseCall:
             return self.latent / picture - noise * predicted
         return picture * self.latent - noise * picture * predicted
 
-    def returned(self, denoised: Tensor, noise: float, kind: Any) -> Any:
-        """What the UNet would return for a denoised latent; undoes :meth:`denoised`."""
+    def predicted(self, denoised: Tensor, noise: float) -> Tensor:
         picture = 1 / math.sqrt(1 + noise**2)
         predicted = denoised
         if self.prediction == "epsilon":
             predicted = (self.latent / picture - denoised) / noise
         elif self.prediction == "v_prediction":
             predicted = (picture * self.latent - denoised) / (noise * picture)
-        sample = predicted.to(self.dtype)
-        return (sample,) if issubclass(kind, tuple) else kind(sample=sample)
+        return predicted.to(self.dtype)
 
 
 def noise_call(
@@ -107,4 +92,4 @@ def noise_call(
     levels = config.get("num_train_timesteps") or TIMESTEPS
     time = float(torch.as_tensor(timestep).max()) / (levels - 1)
     latent = sample[:, :channels].float()
-    return NoiseCall(latent, time, unet, prediction, sample.dtype, others)
+    return NoiseCall(latent, time, unet, others, prediction, sample.dtype)

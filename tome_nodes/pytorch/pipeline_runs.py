@@ -20,8 +20,7 @@ from ..forecasting.steps import (
 )
 from ..patching.schedule import is_active
 from ..report.counts import Counts
-from ..report.gain import gain_of
-from ..report.run_record import RunRecord
+from ..report.run_record import RunRecord, forecast_record
 from ..settings.config import ToMeConfig
 from .log_once import LogOnce
 from .model_call import ModelCall
@@ -167,7 +166,6 @@ class PipelineRun:
         return None
 
     def _start(self, first: int) -> None:
-        """Start the run with a step."""
         self._first = first
         if self._most is not None:
             self._stop = min(self._stop, first + self._most)
@@ -175,7 +173,7 @@ class PipelineRun:
         self._log_snrs = log_snrs(self._levels[first : self._stop], not self._is_unet)
         if _leaves_alone(self._config, count, self._is_unet):
             return
-        self._obstacle = self._method.obstacle(self._log_snrs, count, self._is_unet)
+        self._obstacle = self._method.obstacle(self._log_snrs, self._is_unet)
         if not any(self._is_active(step) for step in range(first, self._stop)):
             config, begins = self._config, 1 - self._left(first)
             self._obstacle = reasons.percents(config.start_percent, config.end_percent, begins)
@@ -197,13 +195,8 @@ class PipelineRun:
         counts, reason = self.counts, self._obstacle
         if self.forecasts is not None:
             counts.forecast_steps, reason = self.forecasts.steps, self.forecasts.reason
-        return RunRecord(
-            model=type(self.scheduler).__name__,
-            config=self._config,
-            counts=counts,
-            unforecast=reason,
-            gain=gain_of(counts, self._config, self.begun) if counts.forecast_steps else None,
-        )
+        name = type(self.scheduler).__name__
+        return forecast_record(name, self._config, counts, reason, lambda: self.begun)
 
     def _is_active(self, index: int) -> bool:
         """Whether a step is between ``start_percent`` and ``end_percent``.

@@ -3,10 +3,10 @@
 from collections import Counter
 from collections.abc import Set
 
-from ..patching.evaluation import Observer, Result
+from ..patching.evaluation import Result
 
 
-class Counts(Observer):
+class Counts:
     """Counts of the evaluations of a model.
 
     Attributes:

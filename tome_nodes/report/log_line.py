@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from .. import reasons
 from ..patching.evaluation import Result
 from ..settings.config import ToMeConfig
 from ..strategies import strategy_class
@@ -13,8 +12,8 @@ def log_line(counts: Counts, config: ToMeConfig, backend: Sequence[str] = ()) ->
     """The log line of a run, or of the first call of a kind: what merged, and whether it helped.
 
     For example ``merged 5/16 blocks (4096 -> 2048 tokens), 20/20 steps, ratio 0.50``, or
-    ``forecast 2/8 steps (4, 7)``, counted from 1, or both. The backend is given as
-    :meth:`tome_nodes.patching.engine.Engine.in_words` returns it.
+    ``forecast 2/8 steps (4, 7)``, counted from 1, or both. ``backend`` is given in words, if it is
+    not plain torch as expected.
     """
     done = []
     if counts.merged:
@@ -90,15 +89,6 @@ def deviations(counts: Counts) -> list[str]:
             for reason in sorted(counts.unweighted_reasons)
         ),
     ]
-
-
-def obstacle(counts: Counts, max_downsample: int, shallowest: int) -> str:
-    """Why nothing was merged: the most common reason, or that ``max_downsample`` rules out all.
-
-    ``max_downsample`` is how many times smaller than the latent a level may be to merge, and
-    ``shallowest`` how many times smaller the largest level of the model is.
-    """
-    return counts.most_common_reason or reasons.levels_left_out(max_downsample, shallowest)
 
 
 def ratio(config: ToMeConfig) -> str:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..ops.clock import Clock
-from ..patching.evaluation import Observer, Result
+from ..patching.evaluation import Result
 from ..patching.overrides import Forward
 from ..strategies.plan import Grid
 
@@ -64,14 +64,8 @@ class Recording:
         return levels
 
 
-Span = tuple[Any, Any]
-"""Two moments of a clock."""
-
-
-class Recorder(Observer):
+class Recorder:
     """Records a run while it happens."""
-
-    follows_blocks = True
 
     def __init__(self, latent: Grid, device: torch.device):
         """Start recording, just before the first evaluation of a model on ``device``."""
@@ -80,9 +74,10 @@ class Recorder(Observer):
         self._started = time.perf_counter()
         self._slots: dict[tuple[int, Grid], Tensor] = {}
         self._tokens: dict[str, tuple[int, int]] = {}
-        self._blocks: dict[str, list[Span]] = defaultdict(list)
+        self._blocks: dict[str, list[tuple[Any, Any]]] = defaultdict(list)
 
     def timed(self, block: str, forward: Forward) -> Forward:
+        """The forward of a block, which notes when it begins and ends."""
         spans = self._blocks[block]
 
         @wraps(forward)
@@ -98,6 +93,7 @@ class Recorder(Observer):
         return timed_forward
 
     def note(self, result: Result) -> None:
+        """Record what an evaluation did."""
         for outcome in result.outcomes:
             for block in outcome.blocks:
                 _, after = self._tokens.get(block, (0, outcome.after))

@@ -1,14 +1,17 @@
-"""The record of a patched model's last sampling run."""
+"""The record of a sampling run, and how it is made of what merged or was forecast."""
 
 import logging
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 
 from .. import reasons
-from ..patching.prospects import Prospects
+from ..patching.model_run import ModelRun
+from ..patching.prospects import Prospects, prospects_of
 from ..settings.config import ToMeConfig
+from ..strategies.plan import Grid
 from . import log_line
 from .counts import Counts
-from .gain import Gain
+from .gain import Gain, gain_of
 from .recording import Recording
 
 log = logging.getLogger("tome_nodes")
@@ -91,6 +94,66 @@ class RunRecord:
 
 def _least_change(prospects: Prospects, of_forecasts: str | None) -> str:
     """What to do: the least change that helps merging, or what is to be done for forecasts."""
-    if prospects.fast is not None or of_forecasts is None or not reasons.helps(of_forecasts):
+    if prospects.is_preset or of_forecasts is None or not reasons.helps(of_forecasts):
         return prospects.advice
     return of_forecasts
+
+
+def forecast_record(
+    name: str,
+    config: ToMeConfig,
+    counts: Counts,
+    unforecast: str | None,
+    begun: Callable[[], Mapping[int, float]],
+) -> RunRecord:
+    """The record of a run whose steps were forecast, or were to be.
+
+    ``name`` is the host's for the kind of model, or for its scheduler. ``begun`` returns when each
+    step began, in seconds.
+    """
+    gain = gain_of(counts, config, begun()) if counts.forecast_steps else None
+    return RunRecord(model=name, config=config, counts=counts, unforecast=unforecast, gain=gain)
+
+
+def merging_record(
+    name: str,
+    run: ModelRun,
+    counts: Counts,
+    latent: Grid,
+    begun: Callable[[], Mapping[int, float]],
+    others: Set[str] = frozenset(),
+    gpu_waited: bool = False,
+    recording: Recording | None = None,
+) -> RunRecord:
+    """The record of a run of one model that merged tokens, or was to merge some.
+
+    Args:
+        name: the host's name for the kind of model.
+        run: its evaluations.
+        counts: what merged in them, and which steps were forecast.
+        latent: the grid of the latent.
+        begun: returns when each step began, in seconds.
+        others: the nodes that may be in the way.
+        gpu_waited: whether the GPU waited for the host in most steps.
+        recording: the details; None if there are none.
+    """
+    model, engine = run.model, run.engine
+    all_left_out = reasons.levels_left_out(model.max_downsample, model.shallowest)
+    obstacle = counts.most_common_reason or all_left_out
+    prospects = gain = None
+    if not counts.merged:
+        prospects = prospects_of(model, latent, obstacle)
+    if counts.merged or counts.forecast_steps:
+        saved = model.saved(latent)
+        gain = gain_of(counts, model.config, begun(), saved, model.shallowest, gpu_waited)
+    return RunRecord(
+        model=name,
+        config=model.config,
+        counts=counts,
+        unmerged=None if counts.merged else reasons.named(obstacle, others),
+        prospects=prospects,
+        stopped=run.stopped,
+        backend=None if engine is None else engine.backend(),
+        recording=recording,
+        gain=gain,
+    )

@@ -1,7 +1,6 @@
 """The ways to group tokens, one file each."""
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from ..ops import Operations
 from ..settings.config import ToMeConfig
@@ -10,13 +9,11 @@ from .cluster import ClusterStrategy
 from .strategy import Strategy
 from .window import WindowStrategy
 
-STRATEGIES: Mapping[str, type[Strategy]] = MappingProxyType(
-    {
-        "bipartite": BipartiteStrategy,
-        "window": WindowStrategy,
-        "cluster": ClusterStrategy,
-    }
-)
+STRATEGIES: Mapping[str, type[Strategy]] = {
+    "bipartite": BipartiteStrategy,
+    "window": WindowStrategy,
+    "cluster": ClusterStrategy,
+}
 """The strategies by their name in a config."""
 
 

@@ -16,11 +16,9 @@ class BipartiteStrategy(CellStrategy):
     """Each src token may merge into any dst token of the map."""
 
     def split(self, cells: Cells, picks: Tensor) -> tuple[Tensor, Tensor]:
-        """See :func:`split_tokens`."""
         return split_tokens(cells.grid, cells.sy, cells.sx, picks)
 
     def match(self, features: Tensor, cells: Cells, merges: int) -> Plan:
-        """See :func:`match`."""
         src, dst = self.split_of(cells)
         return match(features, src, dst, merges, self.ops)
 

@@ -50,10 +50,9 @@ class WindowStrategy(CellStrategy):
 
     def begin(self, key: Tensor) -> None:
         super().begin(key)
-        self._pieces: dict[tuple[Any, ...], _Pieces] = {}
+        self._pieces: dict[tuple[Any, ...], Pieces] = {}
 
     def split(self, cells: Cells, picks: Tensor) -> tuple[Tensor, Tensor]:
-        """See :func:`split_windows`."""
         return split_windows(cells.grid, cells.sy, cells.sx, picks)
 
     def plan(self, features: Tensor, grid: Grid, ratio: float) -> Plan | None:
@@ -68,9 +67,9 @@ class WindowStrategy(CellStrategy):
         pieces = made_once(
             self._pieces,
             (cells.grid, cells.sy, cells.sx, features.shape),
-            lambda: _pieces(features, *self.split_of(cells)),
+            lambda: pieces_of(features, *self.split_of(cells)),
         )
-        return _match_pieces(features, pieces, windows.quota, self.ops)
+        return match_windows(features, pieces, windows.quota, self.ops)
 
     def slots(self, grid: Grid, ratio: float) -> int:
         cells, high, wide, quota = self.windows(grid, ratio)
@@ -142,25 +141,7 @@ def _cells_along(cells: int, side: int) -> int:
     return min(most, cells // windows)
 
 
-def match_windows(
-    features: Tensor, src: Tensor, dst: Tensor, quota: int, ops: Operations = TORCH
-) -> Plan:
-    """In every window, merge the src tokens that are most similar to a dst into their nearest dst.
-
-    Args:
-        features: ``[batch, tokens, channels]``, compared by cosine similarity.
-        src: ``[windows, candidates]`` token indices, int64.
-        dst: ``[windows, kept]`` token indices, int64.
-        quota: the number of merges in a window, from 1 to ``candidates``.
-        ops: the operations that the plan uses.
-
-    Returns:
-        A plan of ``tokens - windows * quota`` slots.
-    """
-    return _match_pieces(features, _pieces(features, src, dst), quota, ops)
-
-
-class _Pieces(NamedTuple):
+class Pieces(NamedTuple):
     """All windows of a map.
 
     Attributes:
@@ -175,8 +156,8 @@ class _Pieces(NamedTuple):
     pieces: list[tuple[Tensor, Tensor, Tensor, Tensor]]
 
 
-def _pieces(features: Tensor, src: Tensor, dst: Tensor) -> _Pieces:
-    """All windows; arguments as of :func:`match_windows`."""
+def pieces_of(features: Tensor, src: Tensor, dst: Tensor) -> Pieces:
+    """All windows of a map; arguments as what :func:`split_windows` returns."""
     batch, tokens, channels = features.shape
     parts = [(src, dst)]
     # A compiler would make a graph for each number of parts.
@@ -189,10 +170,21 @@ def _pieces(features: Tensor, src: Tensor, dst: Tensor) -> _Pieces:
     for own_src, own_dst in parts:
         rows = (first + own_src).flatten(), (first + own_dst).flatten()
         pieces.append((own_src.expand(batch, -1, -1), own_dst.expand(batch, -1, -1), *rows))
-    return _Pieces(len(src), every[:1].expand(batch, -1), pieces)
+    return Pieces(len(src), every[:1].expand(batch, -1), pieces)
 
 
-def _match_pieces(features: Tensor, cut: _Pieces, quota: int, ops: Operations) -> Plan:
+def match_windows(features: Tensor, cut: Pieces, quota: int, ops: Operations = TORCH) -> Plan:
+    """In every window, merge the src tokens that are most similar to a dst into their nearest dst.
+
+    Args:
+        features: ``[batch, tokens, channels]``, compared by cosine similarity.
+        cut: its windows.
+        quota: the number of merges in a window, from 1 to its src tokens.
+        ops: the operations that the plan uses.
+
+    Returns:
+        A plan of ``tokens - windows * quota`` slots.
+    """
     channels = features.shape[2]
     owners = cut.tokens.clone(memory_format=torch.contiguous_format)
     rows = features.reshape(-1, channels)

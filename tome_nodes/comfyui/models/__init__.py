@@ -4,7 +4,7 @@ from torch import nn
 
 from .base import ComfyRecord, class_name
 from .transformers import KEEPS_STATE, TRANSFORMERS
-from .unet import UNET
+from .unet import UNET, ComfyUNet
 
 RECORDS: tuple[ComfyRecord, ...] = (UNET, *TRANSFORMERS)
 """All records; the first that matches a model is used."""
@@ -12,8 +12,7 @@ RECORDS: tuple[ComfyRecord, ...] = (UNET, *TRANSFORMERS)
 
 def is_unet(model: nn.Module) -> bool:
     """Whether a diffusion model is a UNet, whose tokens merge under every preset."""
-    record = _known_record(model)
-    return record is not None and record.is_unet
+    return isinstance(_known_record(model), ComfyUNet)
 
 
 def is_of_video(model: nn.Module) -> bool:

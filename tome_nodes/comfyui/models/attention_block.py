@@ -84,10 +84,8 @@ class AttentionBlock(Block):
     def _override(self, options: dict[str, Any], stored: Attention | None) -> Callable[..., Tensor]:
         """An override of attention that merges keys and values.
 
-        Args:
-            options: the transformer options. Another node's override in them stays in effect, and
-                gets the merged tokens.
-            stored: the attention that the host would call without an override; None for any.
+        Another node's override in the transformer options stays in effect, and gets the merged
+        tokens. ``stored`` is what the host would call without an override; None for any.
         """
         other = options.get(OVERRIDE)
 

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from comfy.ldm.modules import attention
@@ -19,10 +19,6 @@ OVERRIDE = "optimized_attention_override"
 
 class ComfyRecord(ModelRecord, Protocol):
     """What is known about ComfyUI's models of one kind."""
-
-    @property
-    def is_unet(self) -> bool:
-        """Whether the models are UNets, whose tokens merge under every preset."""
 
     def matches(self, model: nn.Module) -> bool:
         """Whether a model is of this kind."""
@@ -64,25 +60,15 @@ def class_name(model: nn.Module) -> str:
     return f"{type(model).__module__}.{type(model).__qualname__}"
 
 
-class Handed(NamedTuple):
-    """What ComfyUI's attention hands to an override first."""
+def handed(called: Attention) -> tuple[Any, ...] | None:
+    """What an attention of ComfyUI hands to an override: a function, q, k, v and heads.
 
-    function: Any
-    q: Any
-    k: Any
-    v: Any
-    heads: Any
-
-
-def handed(called: Attention) -> Handed | None:
-    """What an attention of ComfyUI hands to an override; None if it calls none.
-
-    It is called with tiny tensors.
+    None if it calls none. It is called with tiny tensors.
     """
     x, seen = torch.zeros(1, 2, 8), []
 
-    def override(*args: Any, **kwargs: Any) -> Tensor:
-        seen.append(Handed(*args[:5]))
+    def override(func: Any, q: Any, k: Any, v: Any, heads: Any, /, *_: Any, **__: Any) -> Tensor:
+        seen.append((func, q, k, v, heads))
         return x
 
     try:
@@ -96,7 +82,7 @@ def handed(called: Attention) -> Handed | None:
 def host_attentions() -> set[Attention]:
     """The functions that ComfyUI's attention hands to overrides."""
     all_handed = map(handed, (attention.optimized_attention, attention.optimized_attention_masked))
-    return {each.function for each in all_handed if each is not None}
+    return {each[0] for each in all_handed if each is not None}
 
 
 def stored_attention(module: nn.Module) -> Attention | None:

@@ -6,7 +6,7 @@ Keys and values merge where a block calls self-attention, so little else has to 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from torch import nn
 
@@ -46,7 +46,6 @@ class Transformer:
     attention: str = ""
     place: Literal["all", "start", "end"]
     patch: Callable[[Any], Any] = lambda model: model.patch_size
-    is_unet: ClassVar[bool] = False
 
     def matches(self, model: nn.Module) -> bool:
         return class_name(model) in {f"comfy.ldm.{name}" for name in self.classes}
@@ -59,14 +58,12 @@ class Transformer:
                 yield Stack(name, module, tuple(map(uncompiled, module)))
 
     def block(self, model: ModelState, stack: Stack, index: int) -> AttentionBlock:
-        """The block at an index of a stack."""
         return AttentionBlock(model, stack, index, self.attention, partial(self._start, model))
 
     def work(self, model: Any, blocks: Sequence[Block]) -> None:
         """Not known: presets forecast these models, and everything else is as it is set."""
 
     def attentions(self) -> set[Attention]:
-        """The attention functions that ComfyUI now calls."""
         return host_attentions()
 
     def grid(self, model: Any, shape: Sequence[int]) -> Grid:

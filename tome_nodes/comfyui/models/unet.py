@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from comfy.ldm.modules.attention import SpatialTransformer
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
@@ -153,7 +153,6 @@ class _StackAttention:
         mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """The override."""
         weights, other = self._shared.keys, self._other
         if other is None and self._stored is not None:
             func = self._stored
@@ -187,8 +186,6 @@ def _weigh_stack(
 @dataclass(frozen=True)
 class ComfyUNet(UNetRecord):
     """``UNetModel``, whose blocks are ``BasicTransformerBlock`` and read the tokens' shape."""
-
-    is_unet: ClassVar[bool] = True
 
     def matches(self, model: nn.Module) -> bool:
         return isinstance(model, UNetModel)

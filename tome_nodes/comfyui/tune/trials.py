@@ -101,7 +101,6 @@ class Trials:
 
     @cached_property
     def _unpatched(self) -> tuple[Tensor, list[float]]:
-        """The unpatched run."""
         return self._sampled(self.plain, self.steps)
 
     def _sampled(self, model: ModelPatcher, steps: int) -> tuple[Tensor, list[float]]:

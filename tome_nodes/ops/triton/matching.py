@@ -303,14 +303,9 @@ def _launch_of(
     is_random: bool,
     cut: tuple[int, ...],
 ) -> Launch:
-    """How the kernel is launched.
+    """How the kernel is launched for features of this shape and dtype.
 
-    Args:
-        compute_capability: that of the device.
-        shape: that of the features.
-        dtype: that of the features.
-        is_random: whether there is a key.
-        cut: the arguments of the launcher from ``height`` to ``quota``.
+    ``cut`` is the arguments of the launcher from ``height`` to ``quota``.
     """
     require_tokens(shape, dtype, "features")
     batch, tokens, channels = shape

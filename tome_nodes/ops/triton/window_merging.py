@@ -175,14 +175,10 @@ def launch_of_windows(
     window: tuple[int, int, int],
     heads: int | None,
 ) -> Launch:
-    """How :func:`merge_windows` is launched.
+    """How :func:`merge_windows` is launched for tokens ``[batch, tokens, channels]``.
 
-    Args:
-        compute_capability: that of :func:`..shared.capability`.
-        shape: that of the tokens, ``[batch, tokens, channels]``.
-        slots: number of slots in a sample.
-        window: see :attr:`tome_nodes.strategies.plan.Plan.window`.
-        heads: number of heads, which are stretched separately; None to stretch nothing.
+    A sample has ``slots`` slots. For ``window``, see
+    :attr:`tome_nodes.strategies.plan.Plan.window`; without ``heads``, nothing is stretched.
     """
     batch, tokens, channels = shape
     width, down, across = window
