@@ -15,11 +15,10 @@ import torch
 from benchmarks.speed.absent_gpus import Shape, compile_for
 from tome_nodes.strategies.plan import Grid
 
-# A large window with heads of 40, a grid one cell high, and float32.
+# A large window with heads of 40, and a grid one cell high in float32.
 shapes = [
     Shape(Grid(32, 32), 320, 8, (2, 4), torch.float16),
-    Shape(Grid(2, 64), 64, 1, (2, 2), torch.bfloat16),
-    Shape(Grid(16, 16), 320, 5, (4, 2), torch.float32),
+    Shape(Grid(2, 64), 64, 1, (2, 2), torch.float32),
 ]
 # Kernels that take 16 bits differ most between GPUs.
 for target, chosen in {"sm_75": shapes[:1], "sm_90": shapes, "gfx942": shapes[:1]}.items():

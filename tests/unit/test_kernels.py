@@ -23,6 +23,7 @@ from test_plan import (
 )
 from test_plan import plan_of as plan_of_owners
 from test_strategies import brute_force_windows, features_of, groups, plan_of
+from torch._dynamo.testing import CompileCounter
 from torch.testing import assert_close
 
 pytest.importorskip("triton", "3.6", reason="the kernels need Triton 3.6")
@@ -33,7 +34,7 @@ from tome_nodes.ops.random_picks import pick_per_cell, step_key
 from tome_nodes.ops.triton import matching, merging
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.strategies.plan import Grid, Plan
-from tome_nodes.strategies.window import split_windows
+from tome_nodes.strategies.window import WindowStrategy, split_windows
 from tools.environment import ROOT
 
 
@@ -280,6 +281,27 @@ def test_operators_pass_the_checks_of_torch():
     ):
         checks = torch.library.opcheck(operator.default, arguments)
         assert set(checks.values()) == {"SUCCESS"}
+
+
+def test_one_graph_serves_maps_of_any_size():
+    """After that of the first size. What torch does with the same maps is tested on models."""
+    strategy = WindowStrategy(ToMeConfig(strategy="window"), kernels.TRITON)
+    strategy.begin(torch.tensor(7, device=DEVICE))
+
+    def merged(x, height, width):
+        plan = strategy.plan(x, Grid(height, width), 0.5)
+        return plan.unmerge(plan.merge(x)), plan.window
+
+    graphs = CompileCounter()
+    compiled = torch.compile(merged, backend=graphs, fullgraph=True)
+    windows = set()
+    for grid in (Grid(16, 16), Grid(14, 22), Grid(20, 26), Grid(12, 36)):
+        x = features_of(grid).to(DEVICE)
+        actual, (_, *window) = compiled(x, grid.height, grid.width)
+        expected, _ = merged(x, grid.height, grid.width)
+        assert_close(actual, expected)
+        windows.add(tuple(window))
+    assert graphs.frame_count == 2 and len(windows) == 4
 
 
 def test_a_kernel_gives_way_to_torch_for_a_shape_it_fails_on(monkeypatch, caplog):

@@ -127,7 +127,7 @@ def window_cells(grid: Grid, sy: int, sx: int) -> tuple[int, int]:
     """Height and width of the windows of a grid, in cells of ``sy`` by ``sx`` tokens.
 
     Windows are as large as possible, but at most an eighth of the rows and of the columns of cells
-    may fill no window; a few more in small grids of cells of 4x4 tokens. There must be a cell.
+    may fill no window. The grid must have at least one cell.
     """
     cells = grid.cells(sy, sx)
     return _cells_along(cells.height, sy), _cells_along(cells.width, sx)
@@ -135,10 +135,14 @@ def window_cells(grid: Grid, sy: int, sx: int) -> tuple[int, int]:
 
 def _cells_along(cells: int, side: int) -> int:
     most = min(_CELLS_ALONG, WINDOW_SIDE // side)
-    # The fewest windows that leave an eighth. Nothing branches on the size, so a compiler's graph
-    # with kernels serves any.
-    windows = -(-(cells - cells // 8) // most)
-    return min(most, cells // windows)
+    while True:
+        # The fewest windows that may leave an eighth. Trying one size after the other, a compiler
+        # would make a graph for each.
+        windows = -(-(cells - cells // 8) // most)
+        size = min(most, cells // windows)
+        if cells % size <= cells // 8:
+            return size
+        most = size - 1
 
 
 class Pieces(NamedTuple):
