@@ -204,6 +204,7 @@ class _Attachment:
             forecasting = ForecastPart(
                 *(config, guider, sampler, steps),
                 starts_empty=is_empty(given["latent_image"]),
+                # Of models whose steps are forecast, only UNets merge, too.
                 is_unet=self.merges,
                 on_step=None if self.on_step is None else guarded(self.on_step),
             )

@@ -74,12 +74,8 @@ def operator(
                     )
             return by_reference(args, kwargs)
 
-        own: Any = torch.library.custom_op(f"tome_nodes::{name}", call, mutates_args=())
-        own.register_fake(shapes)
-        if not _TRACES:
-            return call
-
-        of_any_size = own
+        of_any_size: Any = torch.library.custom_op(f"tome_nodes::{name}", call, mutates_args=())
+        of_any_size.register_fake(shapes)
 
         @wraps(launcher)
         def traced(*args: Any, **kwargs: Any) -> Any:
@@ -93,10 +89,11 @@ def operator(
             finally:
                 is_traced.reset(before)
 
-        own = torch.library.triton_op(f"tome_nodes::{name}_traced", traced, mutates_args=())
-        own.register_kernel(None)(call)
-        own.register_fake(shapes)
-
+        own: Any = of_any_size
+        if _TRACES:
+            own = torch.library.triton_op(f"tome_nodes::{name}_traced", traced, mutates_args=())
+            own.register_kernel(None)(call)
+            own.register_fake(shapes)
         return call
 
     return register
