@@ -14,7 +14,7 @@ from tome_nodes.ops.random_picks import pick_per_cell, step_key
 from tome_nodes.settings.config import OPTIONS, ToMeConfig
 from tome_nodes.strategies import bipartite, make_strategy, strategy_class
 from tome_nodes.strategies.bipartite import split_tokens
-from tome_nodes.strategies.cells import LARGE, frames_of_cell, share_of
+from tome_nodes.strategies.cells import GROWTH_OF_KEYS, Growth, frames_of_cell, share_of
 from tome_nodes.strategies.plan import Grid
 from tome_nodes.strategies.window import match_windows, pieces_of, split_windows
 
@@ -215,7 +215,7 @@ def test_as_few_frames_as_possible_are_outside_cells(frames, length):
 
 ratios = st.integers(0, 95).map(lambda percent: percent / 100)
 tokens = st.integers(1, 512 * 512)
-growths = st.floats(0.1, 1.0)
+growths = st.builds(Growth, st.floats(0.1, 1.0), st.sampled_from([32 * 32, 64 * 64]))
 
 
 @given(ratios, tokens, growths)
@@ -226,9 +226,9 @@ def test_a_larger_map_merges_more_and_a_small_one_the_ratio(ratio, tokens, growt
     # Without jumps, so that a picture a few pixels wider is not another one.
     assert share_of(ratio, tokens + 1, growth) - share < 0.02
     assert share_of(0.0, tokens, growth) == 0
-    if tokens <= LARGE:
+    if tokens <= growth.tokens:
         assert share == ratio
-    assert share_of(ratio, tokens, 0) == ratio
+    assert share_of(ratio, tokens, None) == ratio
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_a_larger_map_merges_more_and_a_small_one_the_ratio(ratio, tokens, growt
 def test_cells_are_as_large_as_the_share_of_a_map_needs(ratio, side, cell):
     config = ToMeConfig(strategy="window", ratio=ratio, sx=4, grows=True)
     grid = Grid(side, side)
-    share = share_of(ratio, grid.tokens, 0.76)
+    share = share_of(ratio, grid.tokens, GROWTH_OF_KEYS)
     cells = make_strategy(config, TORCH).cells_of(grid, share)
     assert (cells.sy, cells.sx) == cell
     growing = replace(config, ratio=share)

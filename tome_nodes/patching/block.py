@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import reasons
-from ..strategies.cells import share_of
+from ..strategies.cells import Growth, share_of
 from ..strategies.plan import Grid, Plan
 from .attention_trial import Attention
 from .compiling import is_left_uncompiled
@@ -98,7 +98,7 @@ class Block:
         self.outcome.reason = self.model.too_few(tokens)
         return False
 
-    def plan_of(self, features: Tensor, grid: Grid, growth: float = 0.0) -> Plan | None:
+    def plan_of(self, features: Tensor, grid: Grid, growth: Growth | None = None) -> Plan | None:
         """A plan at the ratio of the current step. If it is None, the reason is noted.
 
         For ``growth``, see :func:`tome_nodes.strategies.cells.share_of`.

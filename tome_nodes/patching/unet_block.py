@@ -75,7 +75,7 @@ class UNetBlock(Block):
         super().__init__(model, stack, index)
         self.attends_to_itself = not calls.attends_to_text(self.module)
         self.merges_only_keys = self.attends_to_itself and merges_only_keys(
-            model.config, stack.level, model.shallowest
+            model.config, stack.level
         )
         self._is_first, self._is_last = index == 0, index == len(stack.blocks) - 1
         self._shares_plan = not stack.is_of_video and (
@@ -445,10 +445,10 @@ class UNetBlock(Block):
         return True
 
 
-def merges_only_keys(config: ToMeConfig, level: int, shallowest: int) -> bool:
+def merges_only_keys(config: ToMeConfig, level: int) -> bool:
     """Whether a preset merges only keys and values at a level.
 
-    Under *fast* it is so in the largest maps that have attention, at the level ``shallowest``:
-    there, whole stacks change pictures most (benchmarks/FIDELITY.md).
+    Under *fast* it is so down to level 2: at levels 1 and 2, whole stacks change pictures most
+    (benchmarks/FIDELITY.md).
     """
-    return config.grows and (config.scope == "module" or level == shallowest)
+    return config.grows and (config.scope == "module" or level <= 2)

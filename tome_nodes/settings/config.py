@@ -51,9 +51,9 @@ class ToMeConfig:
         "picture, that merge, and more do in large pictures. In its long runs, and in a "
         "transformer, such as Flux, also how many steps are skipped: of 4 steps one; of 8 one, or "
         "two from ratio 0.4; of 20 two from 0.1 and ten from 0.6.",
-        more="It is the share at 64x64 tokens. Under balanced and fast, larger maps merge more, "
-        "and their cells grow: at a `ratio` of 0.6, 0.80 of the keys and values of 128x128 tokens "
-        "merge, and 0.90 of 256x256; under fast, 0.94 and 0.98. Otherwise one token of each cell "
+        more="Under balanced and fast, larger maps merge more, and their cells grow: at a `ratio` "
+        "of 0.6, 0.60 of the keys and values of 64x64 tokens merge under balanced, 0.80 of 128x128 "
+        "and 0.90 of 256x256; under fast 0.84, 0.94 and 0.97. Otherwise one token of each cell "
         "always stays, so of a picture at most `1 - 1/(sx*sy)` merge: 0.75 under paper. Under "
         "balanced, only keys and values of self-attention merge. Which steps are skipped, "
         "`forecast` says.",

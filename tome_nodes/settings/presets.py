@@ -38,7 +38,7 @@ PRESETS: Mapping[str, Preset] = {
         {"strategy": "window", "attn_tokens": "k,v", "sx": 4, "forecast": True, "grows": True},
     ),
     "fast": Preset(
-        "In a UNet, merges whole stacks of blocks, too, except in the largest maps, and also "
+        "In a UNet, merges more keys and values and, in smaller maps, whole stacks of blocks; also "
         "skips steps in second passes: saves most, and is what to take for SDXL and for a second "
         "pass.",
         {

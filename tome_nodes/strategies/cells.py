@@ -24,15 +24,33 @@ LEAST = 768
 """From this many tokens on, merging a feature map can pay off: SDXL's smallest maps with attention
 have about 1,000 at the sizes that it was trained on."""
 
-GROWTH_OF_KEYS, GROWTH_OF_KEYS_IN_FAST, GROWTH_OF_STACKS = 0.76, 2.0, 0.2
-"""How fast the share that merges grows with a map: of keys and values under *balanced* and under
-*fast*, and of all tokens of a stack (benchmarks/FIDELITY.md)."""
-
 # Further sizes of cells, height and width, for shares that the configured ones do not allow.
 _LARGER_CELLS = ((2, 4), (4, 4), (4, 8), (8, 8))
 
 # The lengths of a video's cells to choose from, in frames; the better ones come first.
 _FRAMES_OF_CELL = (4, 5, 3, 2)
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How the share that merges grows with a map (:func:`share_of`).
+
+    Attributes:
+        rate: how fast it grows.
+        tokens: the number of tokens from which on it grows.
+    """
+
+    rate: float
+    tokens: int
+
+
+# Their figures are in benchmarks/FIDELITY.md.
+GROWTH_OF_KEYS = Growth(0.76, LARGE)
+"""Of keys and values under *balanced*."""
+GROWTH_OF_KEYS_IN_FAST = Growth(1.0, 32 * 32)
+"""Of keys and values under *fast*."""
+GROWTH_OF_STACKS = Growth(0.2, LARGE)
+"""Of all tokens of a stack."""
 
 
 @dataclass(frozen=True)
@@ -142,28 +160,27 @@ def made_once(made: dict[Key, Value], key: Key, make: Callable[[], Value]) -> Va
     return made[key]
 
 
-def share_of(ratio: float, tokens: int, growth: float) -> float:
+def share_of(ratio: float, tokens: int, growth: Growth | None) -> float:
     """The share of a feature map's tokens that merges: more, the larger the map is.
 
     A larger map of the same picture says less in each token. The share that stays is a power of
-    what stays at 64x64 tokens, which grows with the logarithm of the map's side. Up to that size,
-    the share is ``ratio`` (benchmarks/FIDELITY.md).
+    what stays where it begins to grow; the power grows with the logarithm of the map's side.
+    Up to that size, the share is ``ratio`` (benchmarks/FIDELITY.md).
 
     Args:
-        ratio: the share at 64x64 tokens.
+        ratio: the share of small maps.
         tokens: the number of tokens of the map.
-        growth: how fast the power grows (:func:`growth_of`); 0 for a share that is always
-            ``ratio``.
+        growth: how it grows (:func:`growth_of`); None for a share that is always ``ratio``.
     """
-    if growth == 0 or tokens <= LARGE:
+    if growth is None or tokens <= growth.tokens:
         return ratio
-    return 1 - (1 - ratio) ** (1 + growth * math.log2(tokens / LARGE) / 2)
+    return 1 - (1 - ratio) ** (1 + growth.rate * math.log2(tokens / growth.tokens) / 2)
 
 
-def growth_of(config: ToMeConfig, in_stacks: bool) -> float:
-    """How fast the share that merges grows: of all tokens of a stack, or of keys and values."""
+def growth_of(config: ToMeConfig, in_stacks: bool) -> Growth | None:
+    """How the share that merges grows: of all tokens of a stack, or of keys and values."""
     if not config.grows:
-        return 0.0
+        return None
     if in_stacks:
         return GROWTH_OF_STACKS
     return GROWTH_OF_KEYS if config.scope == "module" else GROWTH_OF_KEYS_IN_FAST
