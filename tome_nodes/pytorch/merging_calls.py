@@ -154,9 +154,10 @@ class MergingCalls:
         counts = Counts()
         counts.note(result)
         # Its numbers may change from step to step, so the line itself does not tell. To count what
-        # was saved takes time.
-        kind = self._latent, *log_line.deviations(counts)
-        if counts.merged and not self._once.is_new(kind):
+        # was saved, or would be, takes time.
+        obstacle = None if counts.merged else counts.most_common_reason
+        kind = self._latent, bool(counts.merged), obstacle, *log_line.deviations(counts)
+        if not self._once.is_new(kind):
             return
         record = self.finish(counts, {})
         if record.nothing is not None:
