@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import ExitStack
 from io import BytesIO
 from itertools import count
 
@@ -152,15 +153,29 @@ def browser():
         yield browser
 
 
-@pytest.fixture(scope="module", params=[CLASSIC], ids=["classic"])
-def editor(request, browser, front_end):
+@pytest.fixture(scope="module")
+def shared_editor(browser):
+    """Returns the editor of a server in a design. It is opened once, as its page takes seconds."""
+    opened = {}
+    with ExitStack() as open_editors:
+
+        def shared(front_end, design):
+            key = front_end, *design.items()
+            if key not in opened:
+                editor = open_editor(browser, front_end, design)
+                opened[key] = open_editors.enter_context(editor)
+            return opened[key]
+
+        yield shared
+
+
+@pytest.fixture(params=[CLASSIC], ids=["classic"])
+def editor(request, shared_editor, front_end):
     """An editor in the classic design unless a test asks for another.
 
-    Tests share it, as its page takes seconds to load. A test opens a graph, runs nothing, and
-    leaves no dialog, panel or notice.
+    Tests share it: a test opens a graph, runs nothing, and leaves no dialog, panel or notice.
     """
-    with open_editor(browser, front_end, request.param) as editor:
-        yield editor
+    return shared_editor(front_end, request.param)
 
 
 @pytest.fixture
