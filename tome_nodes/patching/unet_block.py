@@ -448,7 +448,7 @@ class UNetBlock(Block):
 def merges_only_keys(config: ToMeConfig, level: int) -> bool:
     """Whether a preset merges only keys and values at a level.
 
-    Under *fast* it is so down to level 2: at levels 1 and 2, whole stacks change pictures most
+    *fast* does so at levels 1 and 2, where whole stacks would change pictures most
     (benchmarks/FIDELITY.md).
     """
     return config.grows and (config.scope == "module" or level <= 2)
