@@ -3,6 +3,7 @@
 import logging
 import sys
 from dataclasses import replace
+from functools import cache
 from itertools import combinations, product
 
 import pytest
@@ -73,21 +74,30 @@ def test_the_denoiser_gives_the_mean_of_the_pictures_that_a_latent_may_hold(powe
 
 
 @pytest.fixture(scope="module")
-def plain():
-    """The result of the plain graph in each shape."""
-    return {
-        is_video: cells.run(replace(PLAIN, situation=name, steps=12), 1).latent
-        for is_video, name in ((False, "plain"), (True, "windows standard_static"))
-    }
+def latent_of():
+    """Returns the result of a graph without ours, which is made once."""
+    return cache(lambda graph: cells.run(graph, 1).latent[:1])
 
 
-@pytest.mark.parametrize("name", SITUATIONS)
-def test_each_situation_changes_the_result_without_ours(name, plain):
+# In one process, since the trained UNet paints its pictures when it is loaded.
+on_the_trained_unet = pytest.mark.xdist_group("trained_unet")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name, marks=on_the_trained_unet if name.startswith(command.OF_NETWORKS) else ()
+        )
+        for name in SITUATIONS
+    ],
+)
+def test_each_situation_changes_the_result_without_ours(name, latent_of):
+    plain = "windows standard_static" if SITUATIONS[name].is_video else "plain"
     graph = replace(PLAIN, situation=name, steps=12)
-    expected = plain[SITUATIONS[name].is_video]
     if name.startswith(command.OF_NETWORKS):
-        graph = replace(graph, on=TRAINED_UNET, shift=None, steps=4)
-        expected = cells.run(replace(graph, situation="plain"), 1).latent[:1]
+        plain, graph = "plain", replace(graph, on=TRAINED_UNET, shift=None, steps=4)
+    expected = latent_of(replace(graph, situation=plain))
     result = cells.run(graph, 1)
     assert result.latent.isfinite().all()
     difference = graph.subject.difference(result.latent[:1], expected)
