@@ -164,8 +164,8 @@ def share_of(ratio: float, tokens: int, growth: Growth | None) -> float:
     """The share of a feature map's tokens that merges: more, the larger the map is.
 
     A larger map of the same picture says less in each token. The share that stays is a power of
-    what stays where it begins to grow; the power grows with the logarithm of the map's side.
-    Up to that size, the share is ``ratio`` (benchmarks/FIDELITY.md).
+    what stays in small maps, which grows with the logarithm of the map's side. In maps of up to
+    ``growth.tokens`` tokens, ``ratio`` merges (benchmarks/FIDELITY.md).
 
     Args:
         ratio: the share of small maps.
