@@ -38,7 +38,17 @@ ROOM, CORNER = (520, 15), (-20, -90)
 # Of a graph that it has run before, the server runs nothing again.
 sampler_seeds = count()
 
-IMAGE_IS_SHOWN = "() => nodeOf('SaveImage').imgs?.[0]?.naturalWidth"
+WATCH_RUN = """() => {
+    window.hasRun = false
+    app.api.addEventListener('execution_success', () => { window.hasRun = true }, { once: true })
+}"""
+# Pictures of an earlier graph can be shown late, in a node of the same number.
+IMAGE_OF_RUN = """() => {
+    const node = nodeOf('SaveImage')
+    const shown = node.imgs?.[0]
+    const saved = app.nodeOutputs[node.id]?.images?.[0].filename
+    return window.hasRun && shown?.src.includes(saved) && shown.naturalWidth
+}"""
 REPORT = "key => widgetOf(key, 'report').element.textContent"
 PICTURE_IS_SHOWN = "key => widgetOf(key, 'report').element.querySelector('img')"
 MOVE_AND_UNDO = """async () => {
@@ -154,28 +164,33 @@ def browser():
 
 
 @pytest.fixture(scope="module")
-def shared_editor(browser):
-    """Returns the editor of a server in a design. It is opened once, as its page takes seconds."""
-    opened = {}
-    with ExitStack() as open_editors:
+def open_one(browser):
+    """Returns the editor of a server in a design, opened anew if another one is open.
 
-        def shared(front_end, design):
+    A page takes seconds to load, and an idle one draws on.
+    """
+    opened = {}
+    with ExitStack() as open_editor_of:
+
+        def one(front_end, design):
             key = front_end, *design.items()
             if key not in opened:
+                open_editor_of.close()
+                opened.clear()
                 editor = open_editor(browser, front_end, design)
-                opened[key] = open_editors.enter_context(editor)
+                opened[key] = open_editor_of.enter_context(editor)
             return opened[key]
 
-        yield shared
+        yield one
 
 
 @pytest.fixture(params=[CLASSIC], ids=["classic"])
-def editor(request, shared_editor, front_end):
+def editor(request, open_one, front_end):
     """An editor in the classic design unless a test asks for another.
 
-    Tests share it: a test opens a graph, runs nothing, and leaves no dialog, panel or notice.
+    Tests share it: a test opens a graph, and leaves no dialog, panel or notice.
     """
-    return shared_editor(front_end, request.param)
+    return open_one(front_end, request.param)
 
 
 @pytest.fixture
@@ -251,9 +266,10 @@ def patch_inputs(editor):
 
 def run_to_image(editor, side):
     """Run the graph without a warning, until it shows a saved image of so many pixels."""
+    editor.page.evaluate(WATCH_RUN)
     editor.run()
     try:
-        assert editor.page.wait_for_function(IMAGE_IS_SHOWN).json_value() == side
+        assert editor.page.wait_for_function(IMAGE_OF_RUN).json_value() == side
     except TimeoutError as error:
         raise AssertionError([*editor.warnings(), *editor.errors]) from error
     assert editor.warnings() == editor.errors == []
@@ -451,21 +467,21 @@ def test_node_is_the_first_that_is_found_by_what_people_type(editor):
 
 
 @in_both_front_ends
-@fresh_in_both_designs
-def test_node_is_dropped_wired_with_the_mouse_and_run(fresh_editor, front_end):
-    fresh_editor.open(small_graph())
-    fresh_editor.page.evaluate("key => app.rootGraph.remove(nodeOf(key))", PATCH_TYPE)
-    fresh_editor.look_at(*CORNER)
-    fresh_editor.search("token merging").filter(has_text=PATCH).click()
-    fresh_editor.place(*ROOM)
-    fresh_editor.connect("CheckpointLoaderSimple", "MODEL", PATCH_TYPE, "model")
-    fresh_editor.connect(PATCH_TYPE, "MODEL", "KSampler", "model")
-    assert behind_the_sampler(fresh_editor) == [PATCH_TYPE, "CheckpointLoaderSimple"]
+@in_both_designs
+def test_node_is_dropped_wired_with_the_mouse_and_run(editor, front_end):
+    editor.open(small_graph())
+    editor.page.evaluate("key => app.rootGraph.remove(nodeOf(key))", PATCH_TYPE)
+    editor.look_at(*CORNER)
+    editor.search("token merging").filter(has_text=PATCH).click()
+    editor.place(*ROOM)
+    editor.connect("CheckpointLoaderSimple", "MODEL", PATCH_TYPE, "model")
+    editor.connect(PATCH_TYPE, "MODEL", "KSampler", "model")
+    assert behind_the_sampler(editor) == [PATCH_TYPE, "CheckpointLoaderSimple"]
 
     read = len(front_end.log)
-    run_to_image(fresh_editor, 64)
+    run_to_image(editor, 64)
     assert re.search(r"\[ToMe\] .*2/2 steps|\[ToMe\] .*nothing merged", front_end.log[read:])
-    assert "step 2/2" in fresh_editor.page.evaluate(REPORT, PATCH_TYPE)
+    assert "step 2/2" in editor.page.evaluate(REPORT, PATCH_TYPE)
 
 
 def test_widgets_change_with_the_mouse(editor):
@@ -591,31 +607,31 @@ def graph_with_report(side):
 
 
 @in_both_front_ends
-@fresh_in_both_designs
-def test_live_line_and_report_are_shown(fresh_editor, picture, pytestconfig):
+@in_both_designs
+def test_live_line_and_report_are_shown(editor, picture, pytestconfig):
     # The picture of the help page has more to show.
     side, counts = (384, (2304, 918)) if pytestconfig.getoption("pictures") else (224, (784, 308))
-    fresh_editor.open(graph_with_report(side), "report")
-    run_to_image(fresh_editor, side)
-    fresh_editor.page.wait_for_function(PICTURE_IS_SHOWN, arg=REPORT_TYPE)
+    editor.open(graph_with_report(side), "report")
+    run_to_image(editor, side)
+    editor.page.wait_for_function(PICTURE_IS_SHOWN, arg=REPORT_TYPE)
     line = "6/6 blocks, {}\N{RIGHTWARDS ARROW}{} tokens, step 2/2".format(*counts)
-    assert fresh_editor.page.evaluate(REPORT, PATCH_TYPE) == line
-    shown = fresh_editor.page.evaluate(REPORT, REPORT_TYPE)
+    assert editor.page.evaluate(REPORT, PATCH_TYPE) == line
+    shown = editor.page.evaluate(REPORT, REPORT_TYPE)
     assert shown.startswith("Done: merged 6 of 6 blocks")
-    fresh_editor.look_at(1980, -60)
-    picture(fresh_editor, "ToMeReport", (100, 110, 610, 885))
+    editor.look_at(1980, -60)
+    picture(editor, "ToMeReport", (100, 110, 610, 885))
     # Undo makes new nodes, and so does coming back from another tab.
-    fresh_editor.page.evaluate(MOVE_AND_UNDO)
-    fresh_editor.page.wait_for_function(IS_SHOWN_AGAIN)
-    assert fresh_editor.page.evaluate(REPORT, REPORT_TYPE) == shown
-    assert fresh_editor.page.evaluate(REPORT, PATCH_TYPE) == line
-    fresh_editor.open(graph_with_report(128), "other")
-    assert fresh_editor.page.evaluate(REPORT, REPORT_TYPE) != shown
-    fresh_editor.page.locator(".workflow-tab").filter(has_text="report").click()
-    fresh_editor.page.wait_for_function(IS_SHOWN_AGAIN)
-    assert fresh_editor.page.evaluate(REPORT, REPORT_TYPE) == shown
-    assert fresh_editor.page.evaluate(REPORT, PATCH_TYPE) == line
-    assert fresh_editor.warnings() == fresh_editor.errors == []
+    editor.page.evaluate(MOVE_AND_UNDO)
+    editor.page.wait_for_function(IS_SHOWN_AGAIN)
+    assert editor.page.evaluate(REPORT, REPORT_TYPE) == shown
+    assert editor.page.evaluate(REPORT, PATCH_TYPE) == line
+    editor.open(graph_with_report(128), "other")
+    assert editor.page.evaluate(REPORT, REPORT_TYPE) != shown
+    editor.page.locator(".workflow-tab").filter(has_text="report").click()
+    editor.page.wait_for_function(IS_SHOWN_AGAIN)
+    assert editor.page.evaluate(REPORT, REPORT_TYPE) == shown
+    assert editor.page.evaluate(REPORT, PATCH_TYPE) == line
+    assert editor.warnings() == editor.errors == []
 
 
 @in_both_front_ends
@@ -635,28 +651,28 @@ def test_node_with_a_picture_is_born_with_room_for_it_and_says_so(editor):
 
 
 @in_both_front_ends
-@fresh_in_both_designs
-def test_all_of_a_report_is_shown_in_a_node_of_any_size(fresh_editor):
+@in_both_designs
+def test_all_of_a_report_is_shown_in_a_node_of_any_size(editor):
     graph = graph_with_report(128)
     report = node_of(graph, REPORT_TYPE)
     report["size"] = [210, 150]
-    fresh_editor.open(graph)
-    fresh_editor.look_at(report["pos"][0] - 20, report["pos"][1] - 60, scale=0.5)
-    fresh_editor.run()
-    fresh_editor.page.wait_for_function(PICTURE_IS_SHOWN, arg=REPORT_TYPE)
+    editor.open(graph)
+    editor.look_at(report["pos"][0] - 20, report["pos"][1] - 60, scale=0.5)
+    editor.run()
+    editor.page.wait_for_function(PICTURE_IS_SHOWN, arg=REPORT_TYPE)
     for width in (None, 560, 900):
         if width is not None:
-            fresh_editor.page.evaluate(WIDEN, [REPORT_TYPE, width])
+            editor.page.evaluate(WIDEN, [REPORT_TYPE, width])
         for _ in range(3):
-            fresh_editor.page.evaluate(TWO_FRAMES)
-        boxes = fresh_editor.page.evaluate(BOXES, REPORT_TYPE)
+            editor.page.evaluate(TWO_FRAMES)
+        boxes = editor.page.evaluate(BOXES, REPORT_TYPE)
         node, picture = boxes["node"], boxes["picture"]
         assert not boxes["isCut"]
         assert picture["width"] > 0.85 * node["width"]
         for inside in boxes["report"], picture:
             assert node["left"] <= inside["left"] and node["right"] >= inside["right"]
             assert node["top"] <= inside["top"] and node["bottom"] >= inside["bottom"]
-    assert fresh_editor.warnings() == fresh_editor.errors == []
+    assert editor.warnings() == editor.errors == []
 
 
 def place_and_wire(editor, blueprint, models, latent):
@@ -679,7 +695,7 @@ def place_and_wire(editor, blueprint, models, latent):
 
 # One in each design: what is wired and run is the same, and so is how.
 @pytest.mark.parametrize(
-    ("fresh_editor", "blueprint", "models", "latent", "side"),
+    ("editor", "blueprint", "models", "latent", "side"),
     [
         (CLASSIC, "ToMe hires fix", ["model"], ("KSampler", "samples"), 128),
         # Any model samples in two parts; Wan's are too large to be written here.
@@ -689,13 +705,13 @@ def place_and_wire(editor, blueprint, models, latent):
         ),
     ],
     ids=["hires_fix", "wan"],
-    indirect=["fresh_editor"],
+    indirect=["editor"],
 )
-def test_blueprint_is_placed_wired_and_run(fresh_editor, blueprint, models, latent, side):
-    place_and_wire(fresh_editor, blueprint, models, latent)
-    ratios = [inputs["ratio"] for inputs in inputs_of_patches(fresh_editor)]
+def test_blueprint_is_placed_wired_and_run(editor, blueprint, models, latent, side):
+    place_and_wire(editor, blueprint, models, latent)
+    ratios = [inputs["ratio"] for inputs in inputs_of_patches(editor)]
     assert ratios == [0.6] * (1 + len(models))
-    run_to_image(fresh_editor, side)
+    run_to_image(editor, side)
 
 
 @in_designs("fresh_editor", zh=NODES_2 | {"Comfy.Locale": "zh"})
@@ -732,23 +748,23 @@ def test_help_pages_are_shown_and_nothing_is_cut_in_their_narrow_panel(fresh_edi
         assert shown.evaluate(CUT) == []
 
 
-@fresh_in_nodes_2
-def test_tune_shows_what_it_found(fresh_editor, picture, pytestconfig):
+@in_nodes_2
+def test_tune_shows_what_it_found(editor, picture, pytestconfig):
     # The picture of the help page has larger differences to show.
     side, steps = (256, 12) if pytestconfig.getoption("pictures") else (128, 4)
     graph = small_graph("tome_tune", side=side)
     tune = node_of(graph, TUNE_TYPE)
     tune["widgets_values"][3:5] = [1, steps]
     tune["widgets_values"][-1] = True
-    fresh_editor.open(graph)
-    fresh_editor.run()
-    fresh_editor.page.wait_for_function(PICTURE_IS_SHOWN, arg=TUNE_TYPE)
-    fresh_editor.page.wait_for_function("() => app.nodeOutputs[nodeOf('SaveImage').id]?.images")
-    text = fresh_editor.page.evaluate(REPORT, TUNE_TYPE)
+    editor.open(graph)
+    editor.run()
+    editor.page.wait_for_function(PICTURE_IS_SHOWN, arg=TUNE_TYPE)
+    editor.page.wait_for_function("() => app.nodeOutputs[nodeOf('SaveImage').id]?.images")
+    text = editor.page.evaluate(REPORT, TUNE_TYPE)
     assert re.match("Found: |Not reached: |Unpatched: ", text)
     assert re.search(r"Trials: as long as \d+\.\d sampling runs", text)
-    fresh_editor.page.evaluate(TWO_FRAMES)
+    editor.page.evaluate(TWO_FRAMES)
     # What came out is below the inputs.
-    fresh_editor.look_at(tune["pos"][0] - 20, tune["pos"][1] + 215)
-    picture(fresh_editor, "ToMeTune", (100, 110, 620, 680))
-    assert fresh_editor.warnings() == fresh_editor.errors == []
+    editor.look_at(tune["pos"][0] - 20, tune["pos"][1] + 215)
+    picture(editor, "ToMeTune", (100, 110, 620, 680))
+    assert editor.warnings() == editor.errors == []
