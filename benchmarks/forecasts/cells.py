@@ -231,7 +231,8 @@ def run(graph: Graph, seed: int, with_ours: bool = False, steps: int | None = No
     sampler = situation.wrap(sampler)
     sigmas = subjects.sigmas_of(model, name, graph.scheduler, steps or graph.steps)
     batch = (situation.batch, *[1] * (len(subject.shape) - 1))
-    latent = subject.picture.repeat(batch) * situation.begins
+    first = subject.picture() if situation.begins else torch.zeros(subject.shape)
+    latent = first.repeat(batch)
     noise = comfy.sample.prepare_noise(latent, seed)
     mask = torch.linspace(0, 1, latent.shape[-1]).expand(1, 1, *latent.shape[-2:])
     # Some samplers draw from the global generator.

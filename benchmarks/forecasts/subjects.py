@@ -29,7 +29,7 @@ class Subject:
     Attributes:
         model: the plain model.
         shape: of its latents.
-        picture: a latent to begin with, if a run begins with a picture.
+        picture: makes the latent that a run begins with, if it begins with a picture.
         positive, negative, other: three prompts.
         short: the negative prompt in fewer tokens, so that it cannot share a call with the others.
         hint: what a ControlNet adds.
@@ -40,7 +40,7 @@ class Subject:
 
     model: ModelPatcher
     shape: tuple[int, ...]
-    picture: Tensor
+    picture: Callable[[], Tensor]
     positive: Prompt
     negative: Prompt
     other: Prompt
@@ -81,7 +81,7 @@ def _exact(tiny: Tiny, side: int, weight: str) -> Subject:
     return Subject(
         model=model,
         shape=shape,
-        picture=mean(3, shape),
+        picture=lambda: mean(3, shape),
         positive=conditioning(tiny, 5),
         negative=conditioning(tiny, 6),
         other=conditioning(tiny, 7),
@@ -105,7 +105,7 @@ def trained_flow() -> Subject:
     return Subject(
         model=judge.model,
         shape=(1, *empty.shape[1:]),
-        picture=empty[:1],
+        picture=lambda: empty[:1],
         positive=[[first, {}]],
         negative=[[torch.zeros_like(first), {}]],
         other=[[other, {}]],
@@ -139,15 +139,20 @@ def trained_unet() -> Subject:
     prompts = torch.stack([denoiser.prompt(name) for name in names])
     shape = (len(names), 3, _UNET_SIDE, _UNET_SIDE)
     model = denoiser.load()
-    plain = comfy.sample.sample(
-        *(model, comfy.sample.prepare_noise(torch.zeros(shape), 3), 20, 2.0, "dpmpp_2m", "karras"),
-        *([[prompts, extras]], [[torch.zeros_like(prompts), extras]], torch.zeros(shape)),
-        disable_pbar=True,
-    )
+
+    @cache
+    def picture() -> Tensor:
+        noise = comfy.sample.prepare_noise(torch.zeros(shape), 3)
+        return comfy.sample.sample(
+            *(model, noise, 20, 2.0, "dpmpp_2m", "karras"),
+            *([[prompts, extras]], [[torch.zeros_like(prompts), extras]], torch.zeros(shape)),
+            disable_pbar=True,
+        )
+
     return Subject(
         model=model,
         shape=shape,
-        picture=plain,
+        picture=picture,
         positive=[[prompts, extras]],
         # Of the other pictures, one further each.
         negative=[[prompts.roll(2, 0), extras]],

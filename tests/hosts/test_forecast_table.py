@@ -79,7 +79,7 @@ def latent_of():
     return cache(lambda graph: cells.run(graph, 1).latent[:1])
 
 
-# In one process, since the trained UNet paints its pictures when it is loaded.
+# In one process, since they are compared with the same runs.
 on_the_trained_unet = pytest.mark.xdist_group("trained_unet")
 
 
