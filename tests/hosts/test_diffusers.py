@@ -406,7 +406,8 @@ IN_STACKS = {"scope": "stack", "strategy": "window"}
     ids=str,
 )
 def test_torch_compile_makes_whole_graphs_once(fresh_compiler, options, way):
-    check_compiled(sd15("one_level"), way, **options)
+    family = "one_level" if way == "compile_repeated_blocks" else "one_block"
+    check_compiled(sd15(family), way, **options)
 
 
 def test_gradients_through_merged_tokens_are_those_of_finite_differences(unet):
@@ -439,7 +440,7 @@ DYNAMIC = {
 def test_one_graph_serves_batches_of_any_size_that_are_marked_as_dynamic(fresh_compiler, name):
     if name in ("balanced", "fast") and torch.__version__ < "2.14":
         pytest.skip("PyTorch before 2.14 fixes the batch where attention has a mask")
-    unet, graphs = make_unet("one_level"), CompileCounter()
+    unet, graphs = make_unet("one_block"), CompileCounter()
     tome_nodes.apply_patch(unet, **DYNAMIC[name])
     expected = {batch: call(unet, batch=batch, grid=(32, 32)) for batch in (2, 3, 5)}
     compiled = torch.compile(unet, backend=graphs, fullgraph=True)
@@ -452,15 +453,10 @@ def test_one_graph_serves_batches_of_any_size_that_are_marked_as_dynamic(fresh_c
     assert graphs.frame_count == 1
 
 
-def with_one_block():
-    """A UNet of a single transformer block, which compiles quickly."""
-    return make_unet("one_level", up_block_types=("UpBlock2D",) * 2)
-
-
 @torch.no_grad()
 def test_merging_needs_as_many_graphs_for_many_sizes_as_the_plain_model(fresh_compiler):
     """Three: for the first size, for any other width, and for any size."""
-    unet, graphs = with_one_block(), CompileCounter()
+    unet, graphs = make_unet("one_block"), CompileCounter()
     tome_nodes.apply_patch(unet)
     sizes = [(16, 16), (16, 20), (24, 24), (20, 24), (24, 32)]
     expected = [call(unet, grid=size) for size in sizes]
@@ -473,7 +469,7 @@ def test_merging_needs_as_many_graphs_for_many_sizes_as_the_plain_model(fresh_co
 @torch.no_grad()
 def test_sizes_that_are_cut_into_windows_of_one_size_share_a_graph(fresh_compiler):
     """There are two: for the first size, and for any."""
-    unet, graphs = with_one_block(), CompileCounter()
+    unet, graphs = make_unet("one_block"), CompileCounter()
     sizes = [(32, 32), (36, 48), (34, 50)]
     plain = [call(unet, grid=size) for size in sizes]
     tome_nodes.apply_patch(unet, **DYNAMIC["fast"])

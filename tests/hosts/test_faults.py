@@ -163,7 +163,7 @@ def test_a_unet_of_diffusers_goes_on_unmerged(without_memory, scope, stage):
 def test_a_unet_whose_compiler_makes_no_more_graphs_merges_uncompiled_and_says_so_once(
     fresh_compiler, log_messages, fullgraph
 ):
-    unet, graphs = make_unet("one_level"), CompileCounter()
+    unet, graphs = make_unet("one_block"), CompileCounter()
     tome_nodes.apply_patch(unet)
     sizes = (16, 16), (16, 20), (24, 24)
     expected = [call(unet, grid=size) for size in sizes]
@@ -237,7 +237,7 @@ def test_where_the_compiler_fails_on_merging_a_run_goes_on_unmerged(
 def test_where_the_compiler_fails_a_unet_of_diffusers_goes_on_unmerged(
     fresh_compiler, log_messages
 ):
-    unet = make_unet("one_level")
+    unet = make_unet("one_block")
     compiled_unet = torch.compile(unet, backend=fails_on_merging, fullgraph=True)
     tome_nodes.apply_patch(unet, scope="stack")
     where_a_compiler_fails(

@@ -29,6 +29,14 @@ _UNETS: dict[str, dict[str, Any]] = {
         "mid_block_type": None,
         "attention_head_dim": 4,
     },
+    # It compiles quickly.
+    "one_block": {
+        "block_out_channels": (32,),
+        "down_block_types": ("CrossAttnDownBlock2D",),
+        "up_block_types": ("UpBlock2D",),
+        "mid_block_type": None,
+        "attention_head_dim": 4,
+    },
     "sdxl": {
         "block_out_channels": (32, 64, 64),
         "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
