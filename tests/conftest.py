@@ -90,7 +90,7 @@ def serving(base, *arguments):
     from tools.editor import offer_files
     from tools.server import ComfyServer
 
-    write_checkpoint(base / "models/checkpoints/sd15.ckpt", "sd15", levels=1)
+    write_checkpoint(base / "models/checkpoints/sd15.ckpt", "sd15", levels=1, residuals=1)
     write_checkpoint(base / "models/checkpoints/sdxl.ckpt", "sdxl")
     (base / "custom_nodes").mkdir()
     shutil.copy(Path(__file__).with_name("models") / "lying_sampler.py", base / "custom_nodes")

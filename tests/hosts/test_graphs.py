@@ -240,4 +240,4 @@ def test_a_patched_model_is_trained_and_unmerged_where_gradients_need_it_to_run_
     loss, log = losses(checkpointing=True, scope="stack", **ANY_SIZE)
     assert loss == plain and f"nothing merged: {reasons.RECOMPUTED}" in log
     loss, log = losses(checkpointing=False, scope="stack", **ANY_SIZE)
-    assert loss != plain and "TrainLoraNode (node train): merged 6/6 blocks" in log
+    assert loss != plain and "TrainLoraNode (node train): merged 4/4 blocks" in log

@@ -134,7 +134,7 @@ def test_a_model_alone_gives_the_same_as_a_new_node_of_the_editor(server, pixels
     read = len(server.log)
     alone = pixels(with_patch())
     assert (
-        "merged 6/6 blocks (1024 -> 408 tokens), 1/1 steps, ratio 0.60 of keys and values"
+        "merged 4/4 blocks (1024 -> 408 tokens), 1/1 steps, ratio 0.60 of keys and values"
         in server.log[read:]
     )
     assert pixels(with_patch(**new)) == alone
@@ -159,7 +159,7 @@ def test_settings_count_in_place_of_the_other_inputs(server, pixels):
 
     read = len(server.log)
     expected = of(preset="fast", ratio=0.5)
-    assert "merged 6/6 blocks (784 -> 392 tokens)" in server.log[read:]
+    assert "merged 4/4 blocks (784 -> 392 tokens)" in server.log[read:]
     given = '{"preset": "fast", "ratio": 0.5}'
     assert of(settings=given) == of(settings=given, preset="balanced", ratio=0.1) == expected
     assert of(settings=given, preset="custom", sx=4, min_tokens=1) == expected

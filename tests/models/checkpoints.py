@@ -56,6 +56,7 @@ def write_checkpoint(
     family: str,
     *,
     levels: int | None = None,
+    residuals: int = 2,
     full_width: bool = False,
     unet_only: bool = False,
 ) -> Path:
@@ -67,12 +68,13 @@ def write_checkpoint(
     Args:
         family: `sd15`, `sdxl` (Segmind_Vega) or `sdxl_base`.
         levels: how many of the first levels of the UNet there are; fewer only of sd15.
+        residuals: how many residual blocks each level has on the way down; fewer only of sd15.
         full_width: whether each level has its published channels, or those of the first, which
             is enough to be recognised. At full width sd15 and sdxl_base are the real UNets.
         unet_only: whether the text encoder and the VAE, a TAESD, are left out.
     """
     chosen = _FAMILIES[family]
-    unet = unet_of(family, levels, full_width)
+    unet = unet_of(family, levels, full_width, residuals)
     layout = _layout("model.diffusion_model.", lambda: UNetModel(**unet))
     if not unet_only:
         # Half a megabyte of convolutions instead of the full VAE's 84 M parameters.
@@ -146,13 +148,15 @@ def unet_settings(depths: tuple[int, ...], residuals: int, **settings: Any) -> d
     }
 
 
-def unet_of(name: str, levels: int | None = None, full_width: bool = True) -> dict[str, Any]:
+def unet_of(
+    name: str, levels: int | None = None, full_width: bool = True, residuals: int = 2
+) -> dict[str, Any]:
     """The arguments of the UNet of a family, by its name."""
     family = _FAMILIES[name]
     multipliers = family.multipliers[:levels]
     return unet_settings(
         family.depths[:levels],
-        2,
+        residuals,
         model_channels=CHANNELS,
         channel_mult=multipliers if full_width else (1,) * len(multipliers),
         **family.settings,
