@@ -757,9 +757,8 @@ def test_tune_shows_what_it_found(editor, picture, pytestconfig):
     tune["widgets_values"][3:5] = [1, steps]
     tune["widgets_values"][-1] = True
     editor.open(graph)
-    editor.run()
+    run_to_image(editor, side)
     editor.page.wait_for_function(PICTURE_IS_SHOWN, arg=TUNE_TYPE)
-    editor.page.wait_for_function("() => app.nodeOutputs[nodeOf('SaveImage').id]?.images")
     text = editor.page.evaluate(REPORT, TUNE_TYPE)
     assert re.match("Found: |Not reached: |Unpatched: ", text)
     assert re.search(r"Trials: as long as \d+\.\d sampling runs", text)
