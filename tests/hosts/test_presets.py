@@ -123,5 +123,6 @@ def test_apply_patch_takes_a_preset(log_messages):
     tome_nodes.apply_patch(unet, 0.25, preset="fast", scope="module", proportional_attn=False)
     call(unet, 999, grid=(16, 16))
     assert log_messages() == [
-        "[ToMe] merged 3/3 blocks (256 -> 192 tokens), ratio 0.25, window, stack scope"
+        "[ToMe] merged 3/3 blocks (256 -> 192 tokens), ratio 0.25, window, stack scope, "
+        "keys and values alone at the levels with most tokens"
     ]
