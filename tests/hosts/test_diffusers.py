@@ -406,8 +406,7 @@ IN_STACKS = {"scope": "stack", "strategy": "window"}
     ids=str,
 )
 def test_torch_compile_makes_whole_graphs_once(fresh_compiler, options, way):
-    family = "one_level" if way == "compile_repeated_blocks" else "one_block"
-    check_compiled(sd15(family), way, **options)
+    check_compiled(sd15(COMPILED[way]), way, **options)
 
 
 def test_gradients_through_merged_tokens_are_those_of_finite_differences(unet):

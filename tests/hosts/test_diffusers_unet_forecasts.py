@@ -12,7 +12,7 @@ import diffusers
 import pytest
 import torch
 from common import attributes, check_compiled, relative_error
-from models.pipelines import CASES, call, inputs, make_unet, picture, sd15, sdxl
+from models.pipelines import CASES, COMPILED, call, inputs, make_unet, picture, sd15, sdxl
 
 import tome_nodes
 from benchmarks.forecasts import denoiser
@@ -513,7 +513,7 @@ def test_copies_of_a_pipeline_follow_their_own_scheduler(case):
 
 @pytest.mark.parametrize("way", ["before", "compile_repeated_blocks"])
 def test_torch_compile_makes_whole_graphs_once(fresh_compiler, way):
-    case = sd15("one_level" if way == "compile_repeated_blocks" else "one_block")
+    case = sd15(COMPILED[way])
     case.pipeline.scheduler = scheduler_of("Euler")
     case.arguments |= {"height": 256, "width": 256}
     check_compiled(case, way, bound=1e-4, steps=20, ratio=0.6, preset="fast")

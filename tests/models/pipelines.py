@@ -160,8 +160,12 @@ class Case:
         return given
 
 
-COMPILED = ("before", "after", "compile", "compile_repeated_blocks")
-"""Before it is patched, after it, or by one of its own methods."""
+COMPILED = {
+    **dict.fromkeys(("before", "after", "compile"), "one_block"),
+    "compile_repeated_blocks": "one_level",
+}
+"""The ways to compile a network: before it is patched, after it, or by one of its own methods; each
+with the family of UNets that compiles fastest and has all that the way is about."""
 
 OFFLOADS: dict[str, Callable[[Any], Any]] = {
     "model": lambda network: accelerate.cpu_offload_with_hook(network, DEVICE),
