@@ -143,18 +143,17 @@ def check(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 def tool(arguments: argparse.Namespace, rest: list[str]) -> int:
     """Run the module of ``tools`` that has the name of its command."""
-    import_module(f"tools.{arguments.command}").main(rest)
-    return 0
+    return import_module(f"tools.{arguments.command}").main(rest) or 0
 
 
 def lint(*_: object) -> int:
-    """Check the code, its format and its types."""
-    from tools import environment
+    """Check the code, its format and its types, and that what is generated is up to date."""
+    from tools import environment, generate
 
     python = environment.prepare_light()
     checks = (["ruff", "check"], ["ruff", "format", "--check"], ["mypy"])
     codes = [_call(python, "-m", *check, folder=ROOT) for check in checks]
-    return max(codes)
+    return max(*codes, generate.main(["--check"]))
 
 
 def _one_of(versions: Collection[str], otherwise: str = "") -> Callable[[str], str]:
@@ -253,11 +252,16 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "generate",
         tool,
-        "write the English locale and the lists of the help pages from the options; with "
-        "--translated and languages, note that their texts are of the present English ones",
+        "write the English locale, the lists of the help pages and the tables of figures from the "
+        "options and the results; with --check, say what is out of date; with --translated and "
+        "languages, note that their texts are of the present English ones",
     )
     add("publish", tool, "with --check, say what is still open before the pack can be published")
-    add("lint", lint, "check the code and its format with ruff, and its types with mypy")
+    add(
+        "lint",
+        lint,
+        "check the code and its format with ruff, its types with mypy, and generated texts",
+    )
     return parser
 
 

@@ -5,6 +5,8 @@ python3 dev.py bench --work
 Writes a table and a plot of the tokens that stay to benchmarks/results/. It takes seconds.
 """
 
+import json
+
 from benchmarks.host import use_cpu
 from tools.environment import ROOT
 
@@ -48,12 +50,15 @@ LEAST_NOISE, MOST_NOISE = 0.0292, 14.6146
 
 
 def main() -> None:
+    counted = {size: row for name in MODELS for size, row in rows(name).items()}
+    kept = {
+        size: {run: round(left, 4) for run, left in row.items()} for size, row in counted.items()
+    }
+    (RESULTS / "work.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    columns = [*next(iter(counted.values()))]
     table = grid(
-        [
-            *("model, size", "tokens of the levels", "balanced", "fast"),
-            *("20 steps, balanced", "20 steps, fast", "second pass, balanced", "second pass, fast"),
-        ],
-        [row for name in MODELS for row in rows(name)],
+        ["model, size", *columns],
+        [[size, *map(_left, row.values())] for size, row in counted.items()],
     )
     parts = [
         "# Counted work by size: `python3 dev.py bench --work`",
@@ -71,30 +76,28 @@ def main() -> None:
     print(table)
 
 
-def rows(name: str) -> list[list[str]]:
-    """The rows of a model."""
+def rows(name: str) -> dict[str, dict[str, float]]:
+    """The shares of the work that are left, by the size of a model's pictures and the run."""
     family, sides = MODELS[name]
     with torch.device("meta"):
         network = UNetModel(**unet_of(family))
-    return [_row(f"{name}, {side}x{side}", network, side // LATENT) for side in sides]
+    return {f"{name}, {side}x{side}": _row(network, side // LATENT) for side in sides}
 
 
-def _row(name: str, network: nn.Module, side: int) -> list[str]:
+def _row(network: nn.Module, side: int) -> dict[str, float]:
     latent = Grid(side, side)
-    balanced, fast = (_patched(network, preset) for preset in ("balanced", "fast"))
-    levels = sorted({block.stack.level for block in fast.blocks})
-    saved = [model.saved(latent) or 0.0 for model in (balanced, fast)]
-    left = [1 - each if each >= LEAST_SAVED else 1.0 for each in saved]
-    long, second = steps_run(20), steps_run(8, is_second=True)
-    return [
-        name,
-        ", ".join(str(latent.downsampled(level).tokens) for level in levels),
-        *map(_left, saved),
-        *(f"{each * long / 20:.2f}" for each in left),
+    saved = [_patched(network, preset).saved(latent) or 0.0 for preset in ("balanced", "fast")]
+    balanced, fast = (1 - each if each >= LEAST_SAVED else 1.0 for each in saved)
+    long, second = steps_run(20) / 20, steps_run(8, is_second=True) / 8
+    return {
+        "balanced": balanced,
+        "fast": fast,
+        "20 steps, balanced": balanced * long,
+        "20 steps, fast": fast * long,
         # balanced leaves short runs to merging.
-        f"{left[0]:.2f}",
-        f"{left[1] * second / 8:.2f}",
-    ]
+        "second pass, balanced": balanced,
+        "second pass, fast": fast * second,
+    }
 
 
 def steps_run(count: int, is_second: bool = False) -> int:
@@ -112,8 +115,8 @@ def steps_run(count: int, is_second: bool = False) -> int:
     return len(running | uneven)
 
 
-def _left(saved: float) -> str:
-    return f"{1 - saved:.2f}" if saved >= LEAST_SAVED else f"1 (would be {1 - saved:.2f})"
+def _left(left: float) -> str:
+    return "1" if left == 1 else f"{left:.2f}"
 
 
 def _patched(network: nn.Module, preset: str) -> PatchedModel:

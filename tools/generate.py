@@ -1,12 +1,15 @@
-"""Write the texts of the nodes to the English locale and the lists of the help pages.
+"""Write the texts of the nodes and the figures of the pages to where users read them.
 
     python3 dev.py generate
+    python3 dev.py generate --check
     python3 dev.py generate --translated ko
 
-Both write `locales/en/nodeDefs.json`, and the text between the markers of `web/docs/*.md`, from
-`tome_nodes/comfyui/node_texts.py`. Other languages need a translator. The second also records that
-all texts of a language are translations of the current English ones; until then, both list the
-outdated. Standard library only.
+It writes `locales/en/nodeDefs.json`, and what is between the markers of the pages: lists of the
+help pages from `tome_nodes/comfyui/node_texts.py`, tables from the results of benchmarks by
+`tools/figures.py`. With --check, nothing is written, and the exit code is 1 if anything would be.
+Other languages need a translator. With --translated, it also records that all texts of a language
+are translations of the current English ones; until then, it lists the outdated. Standard library
+only.
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ import argparse
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +27,20 @@ from tome_nodes.comfyui.node_texts import CAPTIONS, Caption
 from tome_nodes.settings.config import OPTIONS
 from tome_nodes.settings.options import Option
 from tome_nodes.settings.presets import PRESET, PRESETS
+from tools import figures
 from tools.environment import ROOT
+from tools.figures import PAPER, table
 
 LOCALES = ROOT / "locales"
 PAGES = ROOT / "web" / "docs"
-FIDELITY = ROOT / "benchmarks" / "results" / "fidelity.json"
 TRANSLATED = ROOT / "tools" / "translated.json"
 """For each language, a digest of the English text behind each translation, by its path."""
 
 RATIO = OPTIONS["ratio"].default
 JUDGED = {
     "UNet": ("pictures", "12", "tomesd q,k,v 0.5"),
-    "transformer": ("image", "8", "q,k,v 0.5, as the paper"),
-    "video": ("video", "8", "q,k,v 0.5, as the paper"),
+    "transformer": ("image", "8", PAPER),
+    "video": ("video", "8", PAPER),
 }
 """Where the results have each kind of model: judge, number of steps, and the paper's method."""
 
@@ -79,7 +84,14 @@ def files() -> dict[Path, str]:
     for node in CAPTIONS:
         page = PAGES / f"{node.id}.md"
         made[page] = _filled(page.read_text(encoding="utf-8"), _lists(node))
+    for page, tables in figures.tables().items():
+        made[page] = _filled(page.read_text(encoding="utf-8"), tables)
     return made
+
+
+def stale() -> list[Path]:
+    """The files that do not have the text that they should."""
+    return [file for file, text in files().items() if file.read_text(encoding="utf-8") != text]
 
 
 def unmatched(language: str) -> list[str]:
@@ -132,7 +144,7 @@ def texts_of(part: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tu
 
 
 def _filled(page: str, lists: Mapping[str, str]) -> str:
-    """A help page with the lists filled in between its markers."""
+    """A page with lists and tables filled in between its markers."""
 
     def fill(match: re.Match[str]) -> str:
         return f"{match[1]}{lists[match[2]]}\n{match[3]}"
@@ -187,28 +199,27 @@ def _figure(value: Any) -> str:
 def _choices(option: Option) -> str:
     items = "\n".join(_item(*choice) for choice in option.choices.items())
     choices = f"The choices of `{option.name}`:\n\n{items}"
-    if option.name != PRESET.name or not (figures := _figures()):
+    if option.name != PRESET.name or not (judged := _judged()):
         return choices
-    names = [name for name in PRESETS if any(name in measured for measured in figures.values())]
+    names = [name for name in PRESETS if any(name in measured for measured in judged.values())]
     rows = [
         (f"{model}: {what}", *(measured.get(name, ("", ""))[place] for name in names))
-        for model, measured in figures.items()
+        for model, measured in judged.items()
         for place, what in enumerate(("time", "change"))
     ]
     return f"{choices}\n\n{table(('', *names), rows)}\n\n{FIGURES}"
 
 
-def _figures() -> dict[str, dict[str, tuple[str, str]]]:
+def _judged() -> dict[str, dict[str, tuple[str, str]]]:
     """The time and change of pictures for each preset measured at the default ratio, by model."""
-    result = json.loads(FIDELITY.read_text(encoding="utf-8"))
-    figures: dict[str, dict[str, tuple[str, str]]] = {}
+    judged: dict[str, dict[str, tuple[str, str]]] = {}
     for model, (judge, steps, paper) in JUDGED.items():
-        rows = result.get(judge, {}).get(steps, {})
+        rows = figures.rows(judge, steps)
         for name in PRESETS:
             if row := rows.get(f"{_judged_as(name, model)} {RATIO:g}"):
                 change = row["error"] / rows[paper]["error"]
-                figures.setdefault(model, {})[name] = f"{row['time']:.2f}", f"{change:.2f}"
-    return figures
+                judged.setdefault(model, {})[name] = f"{row['time']:.2f}", f"{change:.2f}"
+    return judged
 
 
 def _judged_as(preset: str, model: str) -> str:
@@ -217,26 +228,28 @@ def _judged_as(preset: str, model: str) -> str:
     return "fast" if is_one else preset
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A table in Markdown."""
-    lines = [head, ("---",) * len(head), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |".replace("  |", " |") for line in lines)
-
-
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="dev.py generate", description=__doc__)
     languages = sorted(folder.name for folder in LOCALES.iterdir() if folder.name != "en")
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 if out of date")
     parser.add_argument("--translated", nargs="+", choices=languages, default=[], metavar="LANG")
-    for language in parser.parse_args(arguments).translated:
+    chosen = parser.parse_args(arguments)
+    if chosen.check:
+        late = [file.relative_to(ROOT).as_posix() for file in stale()]
+        for name in late:
+            print(f"{name} is out of date; run: python3 dev.py generate")
+        return int(bool(late))
+    for language in chosen.translated:
         note_translated(language)
-    for file, text in files().items():
-        if file.read_text(encoding="utf-8") != text:
-            file.write_text(text, encoding="utf-8")
-            print(f"wrote {file.relative_to(ROOT).as_posix()}")
+    made = files()
+    for file in stale():
+        file.write_text(made[file], encoding="utf-8")
+        print(f"wrote {file.relative_to(ROOT).as_posix()}")
     for language in languages:
         for line in outdated(language):
             print(line)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

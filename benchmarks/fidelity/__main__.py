@@ -19,7 +19,7 @@ from tools.environment import ROOT
 
 use_cpu()
 
-from benchmarks.fidelity import page  # noqa: E402
+from benchmarks.fidelity import page, shares  # noqa: E402
 from benchmarks.fidelity.judges import BENCHES  # noqa: E402
 from benchmarks.fidelity.meter import Meter  # noqa: E402
 from benchmarks.fidelity.options import Option  # noqa: E402
@@ -109,7 +109,7 @@ def asked(arguments: argparse.Namespace) -> Iterator[tuple[str, int, Judge, Sequ
 
 
 def _is_quick(option: Option) -> bool:
-    return option.kind == page.STEPS or option.name in page.QUICK
+    return option.kind == shares.STEPS or option.name in page.QUICK
 
 
 def judged(judge: Judge, picked: Sequence[Option]) -> tuple[dict[str, Any], dict[str, Any]]:

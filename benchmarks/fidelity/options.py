@@ -9,7 +9,7 @@ from comfy_extras.nodes_hypertile import HyperTile
 from comfy_extras.nodes_model_downscale import PatchModelAddDownscale
 from comfy_extras.nodes_tomesd import TomePatchModel
 
-from benchmarks.fidelity import page, rivals
+from benchmarks.fidelity import page, rivals, shares
 from benchmarks.patches import Patch, node
 from benchmarks.speed.methods import ONCE, ToDoStrategy, TomesdStrategy
 from tome_nodes.comfyui.attachment import attach
@@ -62,7 +62,7 @@ def of_unet(steps: int) -> list[Option]:
         *_merged_fewer(steps),
         *_peers_on_unets(),
         _keys(page.KEYS75, 0.75),
-        Option(page.PAPER, page.MERGING, ours(**ONCE)),
+        Option(page.PAPER, shares.MERGING, ours(**ONCE)),
         *_merging(),
         *_presets({"balanced": (0.6, 0.75), "fast": (0.3, 0.5, 0.6)}),
     ]
@@ -92,7 +92,7 @@ def of_high_resolution(steps: int) -> list[Option]:
         *_peers_on_unets(),
         _todo(),
         _keys(page.KEYS75, 0.75),
-        Option("Deep Shrink to 0.75", page.SIZE, deep_shrink),
+        Option("Deep Shrink to 0.75", shares.SIZE, deep_shrink),
         *_presets({"balanced": (0.6, 0.75), "fast": (0.6,)}),
     ]
 
@@ -117,29 +117,29 @@ def _without_merging(steps: int) -> list[Option]:
     found = _fewer(steps)
     found += _caches("EasyCache", rivals.easy_cache)
     found += _caches("LazyCache", rivals.lazy_cache)
-    found.append(Option("forecast", page.FORECAST, rivals.forecast()))
+    found.append(Option("forecast", shares.FORECAST, rivals.forecast()))
     if steps >= 8:
-        found.append(Option("forecast, more skipped", page.FORECAST, rivals.forecast(4)))
+        found.append(Option("forecast, more skipped", shares.FORECAST, rivals.forecast(4)))
     return found
 
 
 def _fewer(steps: int, picked: slice = slice(None)) -> list[Option]:
     """Runs of fewer steps, as :data:`FEWER` has them."""
-    return [Option(f"{fewer} steps", page.STEPS, steps=fewer) for fewer in FEWER[steps][picked]]
+    return [Option(f"{fewer} steps", shares.STEPS, steps=fewer) for fewer in FEWER[steps][picked]]
 
 
 def _merged_fewer(steps: int) -> list[Option]:
     """What *fast* merges, with fewer steps in place of forecasts."""
     merged = preset("fast", forecast=False)
     return [
-        Option(f"fast 0.6, {fewer} steps", page.MERGED_STEPS, merged, steps=fewer)
+        Option(f"fast 0.6, {fewer} steps", shares.MERGED_STEPS, merged, steps=fewer)
         for fewer in (steps, *MERGED_FEWER.get(steps, ()))
     ]
 
 
 def _caches(name: str, cache: Callable[[float], Patch]) -> list[Option]:
     """A cache at each threshold."""
-    return [Option(f"{name} {each:g}", page.CACHE, cache(each)) for each in _THRESHOLDS]
+    return [Option(f"{name} {each:g}", shares.CACHE, cache(each)) for each in _THRESHOLDS]
 
 
 def _peers_on_unets() -> list[Option]:
@@ -147,33 +147,33 @@ def _peers_on_unets() -> list[Option]:
     tile = {"tile_size": 256, "swap_size": 2, "max_depth": 0, "scale_depth": False}
     return [
         _tomesd(),
-        Option("core q 0.5", page.MERGING, node(TomePatchModel, ratio=0.5)),
-        Option("HyperTile", page.MERGING, node(HyperTile, **tile)),
+        Option("core q 0.5", shares.MERGING, node(TomePatchModel, ratio=0.5)),
+        Option("HyperTile", shares.MERGING, node(HyperTile, **tile)),
     ]
 
 
 def _tomesd() -> Option:
-    return Option(page.TOMESD, page.MERGING, ours(TomesdStrategy, **ONCE))
+    return Option(page.TOMESD, shares.MERGING, ours(TomesdStrategy, **ONCE))
 
 
 def _todo() -> Option:
     """ToDo, which runs on any model."""
     todo = ours(ToDoStrategy, ratio=0.75, attn_tokens="k,v", **ONCE)
-    return Option(page.TODO, page.MERGING, todo, keys=0.25)
+    return Option(page.TODO, shares.MERGING, todo, keys=0.25)
 
 
 def _merging() -> list[Option]:
     """What others have published for any model, and parts of it."""
     return [
         _todo(),
-        Option("k,v 0.5, unweighted", page.MERGING, ours(attn_tokens="k,v", **ONCE), keys=0.5),
+        Option("k,v 0.5, unweighted", shares.MERGING, ours(attn_tokens="k,v", **ONCE), keys=0.5),
     ]
 
 
 def _presets(ratios: Mapping[str, Sequence[float]]) -> list[Option]:
     """Presets at some ratios."""
     return [
-        Option(f"{name} {ratio:g}", page.OURS, preset(name, ratio))
+        Option(f"{name} {ratio:g}", shares.OURS, preset(name, ratio))
         for name, each in ratios.items()
         for ratio in each
     ]
@@ -182,7 +182,7 @@ def _presets(ratios: Mapping[str, Sequence[float]]) -> list[Option]:
 def _keys(name: str, ratio: float) -> Option:
     """Merging keys and values, as *balanced* does in a UNet."""
     merged = ours(ratio=ratio, attn_tokens="k,v", strategy="window", sx=4)
-    return Option(name, page.MERGING, merged, keys=1 - ratio)
+    return Option(name, shares.MERGING, merged, keys=1 - ratio)
 
 
 def ours(other: Callable[..., Any] | None = None, /, **settings: Any) -> Patch:

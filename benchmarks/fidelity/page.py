@@ -1,8 +1,8 @@
 """Tables, plots and pictures of the fidelity results, and their summary line."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,20 @@ import numpy as np
 from PIL import Image, ImageDraw
 from torch import Tensor
 
+from benchmarks.fidelity.shares import (
+    CACHE,
+    FORECAST,
+    MERGED_STEPS,
+    MERGING,
+    OURS,
+    SIZE,
+    STEPS,
+    Point,
+    Rows,
+    best_share,
+    front,
+    points,
+)
 from benchmarks.speed.figures import WEBP, grid, joined
 
 matplotlib.use("agg")
@@ -57,9 +71,6 @@ _OF_UNETS = {
 }
 """The panels of the plot of UNets: judges and numbers of steps."""
 
-STEPS, CACHE, FORECAST, SIZE = "fewer steps", "cache", "forecast", "lower resolution"
-MERGED_STEPS = "fewer steps, merged"
-MERGING, OURS = "merging", "ours"
 COLOURS = {
     STEPS: "black",
     MERGED_STEPS: "tab:green",
@@ -86,11 +97,6 @@ ON_SHEET = (
     *(TOMESD, TODO, PAPER, DEFAULT, FAST, FAST_DEFAULT),
 )
 """The rows whose pictures are shown."""
-
-Rows = Mapping[str, Mapping[str, Any]]
-"""The figures of every option, by name."""
-Point = tuple[float, float]
-"""Time and error."""
 
 
 def markdown(result: Mapping[str, Mapping[str, Rows]], summary: str) -> str:
@@ -241,43 +247,6 @@ def label(axis: Any, shown: Mapping[str, Point]) -> None:
         )
 
 
-def points(rows: Rows, kinds: Sequence[str] = tuple(COLOURS)) -> dict[str, Point]:
-    """Time and error of the rows of these kinds, if they save time."""
-    return {
-        name: (row["time"], row["error"])
-        for name, row in rows.items()
-        if row["kind"] in kinds and row["time"] < 0.999 and row["error"] > 0
-    }
-
-
-def front(shown: Mapping[str, Point]) -> list[str]:
-    """The names that no other point beats in both time and error, by time."""
-    unbeaten: list[str] = []
-    for name in sorted(shown, key=lambda name: shown[name]):
-        if not unbeaten or shown[name][1] < shown[unbeaten[-1]][1]:
-            unbeaten.append(name)
-    return unbeaten
-
-
-def error_at(time: float, rivals: Sequence[Point]) -> float | None:
-    """The error of the best rivals at a time, on straight lines between them; None without rivals.
-
-    At a time of 1, the plain run has no error. Below the shortest time, the error of the fastest
-    rival counts.
-    """
-    shown = {str(index): point for index, point in enumerate(rivals)}
-    unbeaten = [shown[name] for name in front(shown)]
-    if not unbeaten:
-        return None
-    if time <= unbeaten[0][0]:
-        return unbeaten[0][1]
-    ends = [*unbeaten, (1.0, 0.0)]
-    for (left, high), (right, low) in pairwise(ends):
-        if time <= right:
-            return high + (low - high) * (time - left) / (right - left)
-    return None
-
-
 def summary(result: Mapping[str, Mapping[str, Rows]]) -> str:
     """The last line of the run: the worst case over the numbers of steps of each judge.
 
@@ -302,14 +271,3 @@ def _over_tomesd(rows: Rows) -> float | None:
     if FAST_DEFAULT not in rows or TOMESD not in rows:
         return None
     return float(rows[FAST_DEFAULT]["error"] / rows[TOMESD]["error"])
-
-
-def best_share(rows: Rows, kind: str) -> float | None:
-    """Error of our best preset over the rivals' error in the same time; None without rivals."""
-    rivals = [*points(rows, (kind,)).values()]
-    shares = [
-        error / other
-        for time, error in points(rows, (OURS,)).values()
-        if (other := error_at(time, rivals))
-    ]
-    return min(shares, default=None)

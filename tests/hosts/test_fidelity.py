@@ -17,6 +17,7 @@ from benchmarks.fidelity import (
     pictures,
     rivals,
     scene_transformer,
+    shares,
     video_transformer,
 )
 from benchmarks.fidelity.trial import layouts
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.newest_only
 
 def picked(**settings):
     return options.Option(
-        str(settings), page.OURS, lambda model: attach(model, merging(**settings))
+        str(settings), shares.OURS, lambda model: attach(model, merging(**settings))
     )
 
 
@@ -143,11 +144,11 @@ def row(kind, time, error, **others):
 def test_the_summary_takes_the_worst_number_of_steps():
     def merged(error):
         errors = {page.TOMESD: 4, page.FAST_DEFAULT: error}
-        return {name: row(page.MERGING, 0.5, each) for name, each in errors.items()}
+        return {name: row(shares.MERGING, 0.5, each) for name, each in errors.items()}
 
     # At 0.6, halfway between six and four steps, these have an error of 0.2.
-    ours, steps = row(page.OURS, 0.6, 0.1), {6: (0.8, 0.1), 4: (0.4, 0.3)}
-    compared = {f"{number} steps": row(page.STEPS, *point) for number, point in steps.items()}
+    ours, steps = row(shares.OURS, 0.6, 0.1), {6: (0.8, 0.1), 4: (0.4, 0.3)}
+    compared = {f"{number} steps": row(shares.STEPS, *point) for number, point in steps.items()}
     result = {
         "pictures": {"12": merged(1), "8": merged(3)},
         "second": {"8": {page.FAST: ours}},

@@ -39,6 +39,11 @@ noise levels are so close that the line would lead far away."""
 _RESPONSE = 0.7
 """The share of an error in the noisy latent that shows in the model's answer."""
 
+_TURN = -0.5
+"""On a transformer, answers turn back where less than this share came of the last change that the
+line foretold. On judges, lines led on well where -0.1 to -0.4 came (0.07 to 0.75 of the error of
+fewer steps), and not where -0.8 to -2.8 did (0.8 to 2.4). On UNets, any share below 0 counts."""
+
 _JUMP = 2.0
 """Answers jump where they change so many times as fast as before. In runs of a UNet that nothing
 disturbs, they change at most 1.8 times as fast from the sixth answer on."""
@@ -81,8 +86,7 @@ class _Line:
         total: how many answers there were.
         forecasts: the forecasts since the last of them.
         came: the share that came of the last change that the line foretold, ``[batch]`` float32. It
-            is negative where answers turn back, as early under strong guidance; no line leads on
-            from there.
+            is negative where answers turn back, as early under strong guidance.
         jumped: whether the last answer changed suddenly, ``[batch]``: perhaps something other than
             the noise changed.
     """
@@ -116,10 +120,9 @@ class _Line:
             self.answers, self.total = self.answers[-1:], 1
             self.came = self.jumped = None
 
-    @property
-    def has_turned(self) -> bool:
-        """Whether the last answer turned back in any sample."""
-        return self.came is not None and bool((self.came < 0).any())
+    def has_turned(self, least: float) -> bool:
+        """Whether less than ``least`` came in any sample."""
+        return self.came is not None and bool((self.came < least).any())
 
     def trusted(self, like: Tensor) -> Tensor:
         """How far each sample's line is trusted, from 0 to 1, ``[batch, 1, ...]``.
@@ -242,7 +245,7 @@ class Forecasts:
                 line.begin_anew_after_a_jump(self._first(step))
             self._look_for_a_turn(step)
         else:
-            turns = any(line.has_turned for line in self._lines)
+            turns = any(line.has_turned(_TURN) for line in self._lines)
             # A short run whose answers turned once stays hard to tell.
             self._turns = turns or (self._turns and step.count < self._long)
         # A step has fewer calls where guidance ends.
@@ -297,7 +300,7 @@ class Forecasts:
         If so, that step runs, and the forecasts come later.
         """
         if step.count >= self._long and step.index == self._first(step):
-            self._has_turned = any(line.has_turned for line in self._lines)
+            self._has_turned = any(line.has_turned(0.0) for line in self._lines)
 
     def _is_rough(self, step: ForecastStep) -> bool:
         """Whether the step is of a UNet's run that is neither long nor settled."""
