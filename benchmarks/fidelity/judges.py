@@ -1,4 +1,4 @@
-"""The judges whose models are transformers, and what each judge is asked."""
+"""The judges of flows and of stickers, and what each judge is asked."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.fidelity import latents, options, scene_transformer, video_transformer
+from benchmarks.fidelity import (
+    latents,
+    options,
+    scene_transformer,
+    sticker_unet,
+    video_transformer,
+)
 from benchmarks.fidelity.meter import attention_share
 from benchmarks.fidelity.options import Option
 from benchmarks.fidelity.pictures import HighResolutionJudge, Judge, PictureJudge
@@ -53,6 +59,25 @@ class SceneJudge(FlowJudge):
         self.empty = torch.zeros(len(self.prompts), latents.CHANNELS, side, side)
         self.tokens = (side // scene_transformer.PATCH) ** 2 + self.prompts.shape[1]
         super().__init__(scene_transformer.load(weights), steps, **others)
+
+
+class StickerJudge(Judge):
+    """The judge whose model is the UNet of :mod:`benchmarks.fidelity.sticker_unet`.
+
+    It paints eight pictures of 64x64 tokens, each of another kind of sticker.
+    """
+
+    scheduler = "karras"
+    decode = staticmethod(sticker_unet.decode)
+
+    def __init__(self, steps: int, guidance: float = 5.0, side: int = 64, **others: Any):
+        self._side = side
+        super().__init__(sticker_unet.load(), steps, guidance, **others)
+
+    def batch(self) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        asked = [(index, index % sticker_unet.CLOUDS) for index in range(8)]
+        prompts = torch.stack([sticker_unet.prompt(*each) for each in asked])
+        return torch.zeros(8, latents.CHANNELS, self._side, self._side), prompts, {}
 
 
 class SecondPassJudge(SceneJudge):
@@ -136,6 +161,10 @@ def _trial(layout: str) -> dict[str, Bench]:
     }
 
 
+def _stickers(sampler: str) -> Bench:
+    return Bench(partial(StickerJudge, sampler=sampler), options.of_other_runs, (20, 8))
+
+
 _NOISY: Mapping[str, Any] = {"sampler": "dpmpp_2m_sde"}
 _MULTISTEP: Mapping[str, Any] = {"sampler": "res_multistep"}
 _FEW = partial(SceneJudge, guidance=1.0, weights=scene_transformer.FEW_STEPS)
@@ -155,6 +184,9 @@ BENCHES = {
     "hires_noisy_7": _hires(guidance=7.0, **_NOISY),
     "hires_strong": _hires(16, denoise=0.7, **_NOISY),
     "hires_strong_7": _hires(16, denoise=0.7, guidance=7.0, **_NOISY),
+    "stickers": _stickers("dpmpp_2m"),
+    "stickers_euler": _stickers("euler"),
+    "stickers_sde": _stickers("dpmpp_2m_sde"),
     **_trial("sdxl"),
     **_trial("sd15"),
     "image": Bench(SceneJudge, options.of_transformer, (8, 20)),

@@ -20,15 +20,27 @@ FREQUENCIES = ((0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (2, 0))
 MEAN = 0.5
 
 
+def encode(pixels: Tensor) -> Tensor:
+    """The latent ``[batch, 8, height / 4, width / 4]`` of pixels from 0 to 1.
+
+    Args:
+        pixels: ``[batch, 3, height, width]``.
+    """
+    return F.conv2d(pixels - MEAN, _basis(), stride=CELL) / _scales()
+
+
 def decode(latent: Tensor) -> Tensor:
     """The pixels ``[batch, 3, height, width]`` of a latent, from 0 to 1.
 
     Args:
         latent: ``[batch, 8, height / 4, width / 4]``.
     """
-    scales = torch.tensor(_SCALES).view(1, CHANNELS, 1, 1)
-    pixels = F.conv_transpose2d(latent * scales, _basis(), stride=CELL)
+    pixels = F.conv_transpose2d(latent * _scales(), _basis(), stride=CELL)
     return (pixels + MEAN).clamp(0, 1)
+
+
+def _scales() -> Tensor:
+    return torch.tensor(_SCALES).view(1, CHANNELS, 1, 1)
 
 
 def _basis() -> Tensor:

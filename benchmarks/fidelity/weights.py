@@ -1,17 +1,40 @@
 """Trained weights in few bits: whole numbers, with a scale for each output channel.
 
-Weights that were trained from others are stored as their difference, which takes less space. The
-code that wrote these files is gone, like that of the training; see benchmarks/FIDELITY.md.
+Weights that were trained from others are stored as their difference, which takes less space; the
+code that wrote those files is gone, like that of their training (see benchmarks/FIDELITY.md).
 """
 
 from collections.abc import Mapping
 from pathlib import Path
+from zipfile import ZIP_LZMA, ZipFile
 
 import numpy as np
 import torch
 from torch import Tensor
 
+_LEVELS = 64
+"""The largest whole number. With more, files grow; with fewer, pictures change."""
+
 _SCALES, _STEPS, _BASE = "scales of ", "steps", "base"
+
+
+def save(weights: Mapping[str, Tensor], file: Path) -> None:
+    """Write weights by name. Those of one dimension, such as biases, are few: 16 bits."""
+    arrays = {}
+    for name, weight in weights.items():
+        if weight.ndim < 2:
+            arrays[name] = weight.half().numpy()
+            continue
+        rows = weight.float().flatten(1)
+        scales = (rows.abs().amax(1) / _LEVELS).half().clamp_min(torch.finfo(torch.half).tiny)
+        rounded = (rows / scales.float()[:, None]).round().clamp(-127, 127).to(torch.int8)
+        arrays[name] = rounded.view(weight.shape).numpy()
+        arrays[_SCALES + name] = scales.numpy()
+    # NumPy's own compression makes larger files.
+    with ZipFile(file, "w", ZIP_LZMA) as packed:
+        for name, array in arrays.items():
+            with packed.open(f"{name}.npy", "w") as stream:
+                np.lib.format.write_array(stream, array)
 
 
 def load(file: Path) -> dict[str, Tensor]:

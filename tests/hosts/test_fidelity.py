@@ -21,7 +21,7 @@ from benchmarks.fidelity import (
     video_transformer,
 )
 from benchmarks.fidelity.trial import layouts
-from benchmarks.fidelity.trial.__main__ import Training
+from benchmarks.fidelity.trial.__main__ import Training, course_of
 from tome_nodes.comfyui.attachment import attach
 
 pytestmark = pytest.mark.newest_only
@@ -86,10 +86,10 @@ def test_a_judge_without_weights_names_the_command_that_trains_it(monkeypatch, t
 def test_a_stopped_training_goes_on_and_its_average_paints(monkeypatch, tmp_path):
     monkeypatch.setattr(layouts, "ROOT", tmp_path)
     monkeypatch.setattr(denoiser, "SIDE", 32)
-    first = Training(layouts.LAYOUTS["sdxl"], rate=1e-3, full_share=0.0)
+    first = Training(course_of("sdxl"), rate=1e-3, full_share=0.0)
     first.step()
     first.save()
-    again = Training(layouts.LAYOUTS["sdxl"], rate=1e-3, full_share=0.0)
+    again = Training(course_of("sdxl"), rate=1e-3, full_share=0.0)
     assert again.steps == 1
     for name, weight in first.model.state_dict().items():
         assert torch.equal(weight, again.model.state_dict()[name])

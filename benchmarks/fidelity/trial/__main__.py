@@ -1,10 +1,12 @@
-"""Train one of the two trial UNets, or go on with it; half an hour on one thread is enough.
+"""Train a UNet that judges, or go on with it.
 
-python3 dev.py bench --train sdxl [--minutes 35] [--rate 1e-3] [--full-share 0.1]
+python3 dev.py bench --train stickers [--minutes 150] [--rate 1e-3] [--full-share 0.15]
+python3 dev.py bench --train sdxl [--minutes 35]
 python3 dev.py bench --train sd15
 
 It can be stopped at any time. It saves every few minutes and at the end, and goes on from there.
-Then ``python3 dev.py bench --fidelity --only trial_sdxl`` asks it.
+The weights of *stickers* are in the repository; the other two, for which half an hour on one thread
+is enough, are asked by ``python3 dev.py bench --fidelity --only trial_sdxl`` and ``trial_sd15``.
 """
 
 import argparse
@@ -13,6 +15,10 @@ import os
 import signal
 import time
 from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from benchmarks.host import use_cpu
@@ -28,6 +34,7 @@ from comfy.model_sampling import ModelSamplingDiscrete  # noqa: E402
 from skimage import data  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
+from benchmarks.fidelity import sticker_unet  # noqa: E402
 from benchmarks.fidelity.denoiser import (  # noqa: E402
     CONTEXT_SHAPE,
     DEVIATION,
@@ -41,6 +48,9 @@ from benchmarks.fidelity.denoiser import (  # noqa: E402
     prompt,
 )
 from benchmarks.fidelity.trial.layouts import LAYOUTS, PHOTOS, Layout  # noqa: E402
+from benchmarks.fidelity.trial.stickers import Stickers  # noqa: E402
+from benchmarks.fidelity.weights import save  # noqa: E402
+from tools.environment import ROOT  # noqa: E402
 
 _SAVE_EVERY = 180
 """Seconds between two saves."""
@@ -50,6 +60,8 @@ _WITHOUT_PROMPT = 0.1
 """The share of samples without a prompt, for guidance."""
 _SIZES = ((32, 8), (64, 4))
 """Sides in tokens of small crops, and how many are in a batch."""
+_TO_NOISE = 0.55
+"""The power to which numbers that lie evenly between 0 and 1 are raised to make noise levels."""
 
 
 class Data:
@@ -97,9 +109,54 @@ def _photo(name: str, scale: int) -> Tensor:
     return (scaled.clamp(0, 1) - MEAN) / DEVIATION
 
 
-def untrained(layout: Layout) -> UNetModel:
-    """A UNet to train; the host's layers have no initial weights."""
-    unet = UNetModel(**layout.config, dtype=torch.float32, operations=comfy.ops.disable_weight_init)
+@dataclass(frozen=True)
+class Course:
+    """What a UNet is trained on.
+
+    Attributes:
+        unet: makes it; the host's layers have no initial weights.
+        file: what is saved while it trains; git ignores it.
+        data: makes random batches from a generator.
+        sizes: sides in tokens of pictures, and how many are in a batch; the last has full size.
+        begin: the weights to begin with, by name; other blocks have none.
+        is_of_noise: whether it predicts noise, else velocities.
+        weights: where the averaged weights go; None if they stay in ``file``.
+    """
+
+    unet: Callable[[], UNetModel]
+    file: Path
+    data: Callable[[torch.Generator], Any]
+    sizes: Sequence[tuple[int, int]]
+    begin: Callable[[], Mapping[str, Tensor]] = dict
+    is_of_noise: bool = False
+    weights: Path | None = None
+
+
+def _of_photos(layout: Layout) -> Course:
+    def unet() -> UNetModel:
+        operations = comfy.ops.disable_weight_init
+        return UNetModel(**layout.config, dtype=torch.float32, operations=operations)
+
+    sizes = *_SIZES, (SIDE * layout.scale, 2)
+    return Course(unet, layout.weights, partial(Data, layout.scale), sizes, layout.begin)
+
+
+def course_of(name: str) -> Course:
+    """The course of a judge that can be trained."""
+    if name in LAYOUTS:
+        return _of_photos(LAYOUTS[name])
+    file = ROOT / "demo" / "sticker-unet.pt"
+    return Course(
+        lambda: sticker_unet.untrained().diffusion_model,
+        *(file, Stickers, ((32, 16), (64, 4))),
+        is_of_noise=True,
+        weights=sticker_unet.WEIGHTS,
+    )
+
+
+def untrained(course: Course) -> UNetModel:
+    """A UNet to train."""
+    unet = course.unet()
     for module in unet.modules():
         if isinstance(module, nn.Linear | nn.Conv2d):
             nn.init.kaiming_uniform_(module.weight, a=math.sqrt(5))
@@ -122,14 +179,15 @@ class Training:
     """A UNet in training, the average of its weights, and the optimisers.
 
     Args:
-        layout: says which UNet.
+        course: says which UNet.
         rate: the learning rate.
         full_share: the share of batches at full size.
     """
 
-    def __init__(self, layout: Layout, rate: float, full_share: float):
-        self._rate, self._full_share, self._file = rate, full_share, layout.weights
-        self.model, self.steps = untrained(layout), 0
+    def __init__(self, course: Course, rate: float, full_share: float):
+        self._course, self._rate, self._full_share = course, rate, full_share
+        self._file = course.file
+        self.model, self.steps = untrained(course), 0
         self._optimizers = _optimizers(self.model, rate)
         if self._file.exists():
             kept = torch.load(self._file, weights_only=True)
@@ -138,11 +196,10 @@ class Training:
                 optimizer.load_state_dict(its_state)
             self.average, self.steps = kept["average"], kept["steps"]
         else:
-            self.model.load_state_dict(layout.begin(), strict=False)
+            self.model.load_state_dict(course.begin(), strict=False)
             self.average = {name: value.clone() for name, value in self.model.state_dict().items()}
         self._generator = torch.Generator().manual_seed(self.steps)
-        self._data = Data(layout.scale, self._generator)
-        self._sizes = [*_SIZES, (SIDE * layout.scale, 2)]
+        self._data = course.data(self._generator)
         self._sigmas = ModelSamplingDiscrete().sigmas
 
     def step(self) -> tuple[int, float]:
@@ -151,7 +208,8 @@ class Training:
             for group in optimizer.param_groups:
                 group["lr"] = self._rate * min(1.0, (self.steps + 1) / _WARM_UP)
         is_full = float(torch.rand((), generator=self._generator)) < self._full_share
-        side, size = self._sizes[-1] if is_full else self._sizes[self.steps % len(_SIZES)]
+        *smaller, full = self._course.sizes
+        side, size = full if is_full else smaller[self.steps % len(smaller)]
         with torch.autocast("cpu", torch.bfloat16):
             loss = self._loss(size, side)
         self.model.zero_grad(set_to_none=True)
@@ -167,18 +225,21 @@ class Training:
 
     def _loss(self, size: int, side: int) -> Tensor:
         """The error of velocities at noise levels all over the schedule."""
-        pixels, places, prompts = self._data.batch(size, side)
+        latent, places, prompts = self._data.batch(size, side)
         evenly = (torch.arange(size) + torch.rand(size, generator=self._generator)) / size
         # More of them are high, where what is where is decided.
-        times = (evenly.sqrt() * len(self._sigmas)).long()
+        times = (evenly**_TO_NOISE * len(self._sigmas)).long()
         sigma = self._sigmas[times].view(-1, 1, 1, 1)
-        noise = torch.randn(pixels.shape, generator=self._generator)
+        noise = torch.randn(latent.shape, generator=self._generator)
         size_of_input = (sigma**2 + 1).sqrt()
-        inputs = torch.cat([(pixels + sigma * noise) / size_of_input, places], dim=1)
+        inputs = torch.cat([(latent + sigma * noise) / size_of_input, places], dim=1)
         answer = self.model(
             inputs.contiguous(memory_format=torch.channels_last), times, context=prompts
-        )
-        return (answer - (noise - sigma * pixels) / size_of_input).square().mean()
+        ).float()
+        if self._course.is_of_noise:
+            # An error of the noise is one of the velocity, times the size of the input.
+            return ((answer - noise).square() * size_of_input.square().clamp(max=20)).mean()
+        return (answer - (noise - sigma * latent) / size_of_input).square().mean()
 
     def save(self) -> None:
         """Write everything; an interrupted write leaves the old file."""
@@ -192,6 +253,8 @@ class Training:
         unfinished = self._file.with_suffix(".part")
         torch.save(state, unfinished)
         os.replace(unfinished, self._file)
+        if self._course.weights is not None:
+            save(self.average, self._course.weights)
 
 
 def _optimizers(model: nn.Module, rate: float) -> list[torch.optim.Optimizer]:
@@ -211,10 +274,10 @@ def _optimizers(model: nn.Module, rate: float) -> list[torch.optim.Optimizer]:
 def main() -> None:
     """Train until the time is up or the process is told to stop."""
     parser = argparse.ArgumentParser(prog="dev.py bench --train", description=__doc__)
-    parser.add_argument("layout", choices=LAYOUTS)
+    parser.add_argument("name", choices=["stickers", *LAYOUTS])
     parser.add_argument("--minutes", type=float, default=35)
     parser.add_argument("--rate", type=float, default=1e-3, help="learning rate")
-    parser.add_argument("--full-share", type=float, default=0.1, help="of steps at full size")
+    parser.add_argument("--full-share", type=float, default=0.15, help="of steps at full size")
     arguments = parser.parse_args()
     stop = False
 
@@ -224,7 +287,7 @@ def main() -> None:
 
     signal.signal(signal.SIGTERM, ask_to_stop)
     signal.signal(signal.SIGINT, ask_to_stop)
-    training = Training(LAYOUTS[arguments.layout], arguments.rate, arguments.full_share)
+    training = Training(course_of(arguments.name), arguments.rate, arguments.full_share)
     start = saved = time.monotonic()
     losses: dict[int, list[float]] = defaultdict(list)
     while not stop and time.monotonic() - start < 60 * arguments.minutes:
