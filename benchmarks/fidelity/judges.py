@@ -162,7 +162,7 @@ def _trial(layout: str) -> dict[str, Bench]:
 
 
 def _stickers(sampler: str) -> Bench:
-    return Bench(partial(StickerJudge, sampler=sampler), options.of_other_runs, (20, 8))
+    return Bench(partial(StickerJudge, sampler=sampler), options.of_stickers, (20, 12, 8))
 
 
 _NOISY: Mapping[str, Any] = {"sampler": "dpmpp_2m_sde"}

@@ -5,11 +5,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from comfy.model_patcher import ModelPatcher
 from comfy_extras.nodes_hypertile import HyperTile
 from comfy_extras.nodes_model_downscale import PatchModelAddDownscale
 from comfy_extras.nodes_tomesd import TomePatchModel
 
 from benchmarks.fidelity import page, rivals, shares
+from benchmarks.fidelity.shallow import Shallow, growing
 from benchmarks.patches import Patch, node
 from benchmarks.speed.methods import ONCE, ToDoStrategy, TomesdStrategy
 from tome_nodes.comfyui.attachment import attach
@@ -76,6 +78,27 @@ def of_other_runs(steps: int) -> list[Option]:
         _tomesd(),
         *_presets({"balanced": (0.6,), "fast": (0.6,)}),
     ]
+
+
+def of_stickers(steps: int) -> list[Option]:
+    """The same of the UNet whose outer level is thin, and trials of shallow steps."""
+    cuts = {"": 0, ", with its first level": 1}
+    return [
+        *_fewer(steps),
+        *_merged_fewer(steps),
+        _tomesd(),
+        *_presets({"balanced": (0.6,), "fast": (0.6,)}),
+        *(
+            Option(f"shallow{words}, {how}", shares.SHALLOW, Shallow(growing(), cut, damping).patch)
+            for words, cut in cuts.items()
+            for how, damping in (("copied", 0.0), ("half the line", 0.5))
+        ),
+        Option("fast 0.6, shallow, half the line", shares.SHALLOW, _merged_and_shallow),
+    ]
+
+
+def _merged_and_shallow(model: ModelPatcher) -> ModelPatcher:
+    return Shallow(growing()).patch(preset("fast", forecast=False)(model))
 
 
 def of_high_resolution(steps: int) -> list[Option]:

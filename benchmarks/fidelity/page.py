@@ -17,6 +17,7 @@ from benchmarks.fidelity.shares import (
     MERGED_STEPS,
     MERGING,
     OURS,
+    SHALLOW,
     SIZE,
     STEPS,
     Point,
@@ -80,6 +81,7 @@ COLOURS = {
     CACHE: "tab:orange",
     FORECAST: "tab:purple",
     SIZE: "tab:brown",
+    SHALLOW: "tab:olive",
     MERGING: "tab:red",
     OURS: "tab:blue",
 }
