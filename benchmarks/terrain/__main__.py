@@ -1,0 +1,180 @@
+"""Skipped steps against fewer steps on a UNet of terrain that others trained.
+
+python3 dev.py bench --terrain [euler | dpmpp_2m] [--version 0.4.1]
+
+It takes ten minutes on one thread. In 8 of 20 steps, the whole network runs. In the others, either
+only the blocks outside of a cut do, and what comes up from inside goes on along the line through
+its last two values over the logarithm of signal to noise; or nothing does, and the answer itself
+goes on along that line.
+"""
+
+import argparse
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.fidelity.shares import error_at
+from benchmarks.terrain.network import SIDE, SIGMA_MAX, SIGMA_MIN, Terrain, load
+from tools.environment import ROOT
+
+STEPS = 20
+WHOLE = (0, 1, 2, 4, 6, 9, 12, 16)
+"""The steps that run the whole network."""
+SHARED = 3
+"""So many steps at the start are whole, and the same for each damping."""
+FEWER = (6, 8, 10, 12, 14, 16)
+CUTS = (0, 1, 2)
+DAMPINGS = (0.0, 0.5, 1.0)
+SAMPLES = 8
+
+Answer = Callable[[Tensor, float, Tensor | None], tuple[Tensor, Tensor]]
+"""The map without noise, and what came up at the cut, from a map, its noise and a stand-in."""
+
+
+@dataclass(frozen=True)
+class State:
+    """Where a run is: the map, the last noise level and answer, and the last two whole values."""
+
+    x: Tensor
+    sigma: float = 0.0
+    answer: Tensor | None = None
+    kept: list[tuple[float, Tensor]] = field(default_factory=list)
+
+
+def schedule(steps: int, rho: float = 7) -> list[float]:
+    """The noise levels of Karras et al., and 0."""
+    top, bottom = SIGMA_MAX ** (1 / rho), SIGMA_MIN ** (1 / rho)
+    return [*((top + i / (steps - 1) * (bottom - top)) ** rho for i in range(steps)), 0.0]
+
+
+def euler(state: State, sigma: float, to: float, answer: Tensor) -> Tensor:
+    """The map after a step of Euler's method."""
+    return answer + (state.x - answer) * (to / sigma)
+
+
+def dpm(state: State, sigma: float, to: float, answer: Tensor) -> Tensor:
+    """The map after a step of DPM-Solver++(2M)."""
+    if state.answer is not None and to:
+        ratio = math.log(sigma / to) / math.log(state.sigma / sigma)
+        answer = answer + (answer - state.answer) * ratio / 2
+    return answer + (state.x - answer) * (to / sigma)
+
+
+def advance(
+    state: State,
+    ask: Answer,
+    method: Callable[[State, float, float, Tensor], Tensor],
+    sigmas: Sequence[float],
+    steps: Iterable[int],
+    whole: Iterable[int],
+    damping: float = 0.0,
+) -> State:
+    """The state after some steps."""
+    for step in steps:
+        sigma = sigmas[step]
+        if step in whole:
+            answer, deep = ask(state.x, sigma, None)
+            kept = [*state.kept, (-2 * math.log(sigma), deep)][-2:]
+        else:
+            kept = state.kept
+            (before, old), (last, new) = kept
+            reach = damping * (-2 * math.log(sigma) - last) / (last - before)
+            answer, _ = ask(state.x, sigma, new + (new - old) * reach)
+        state = State(method(state, sigma, sigmas[step + 1], answer), sigma, answer, kept)
+    return state
+
+
+METHODS = {"euler": euler, "dpmpp_2m": dpm}
+
+
+def shares(model: Terrain, side: int) -> list[float]:
+    """The share of the work that is outside of each cut."""
+    x, one = torch.zeros(1, 1, side, side), torch.ones(1)
+    counts = []
+    for cut in CUTS:
+        _, deep = model(x, one, one, cut=cut)
+        for stand_in in (None, deep):
+            with FlopCounterMode(display=False) as counter:
+                model(x, one, one, cut=cut, deep=stand_in)
+            counts.append(counter.get_total_flops())
+    return [outer / full for full, outer in zip(counts[::2], counts[1::2], strict=True)]
+
+
+def asking(model: Terrain, cut: int | None) -> Answer:
+    """The network with a cut; with none, the answer itself stands in for the answer."""
+    difficulty = torch.linspace(0, 1, SAMPLES)
+
+    def ask(x: Tensor, sigma: float, deep: Tensor | None) -> tuple[Tensor, Tensor]:
+        if cut is None and deep is not None:
+            return deep, deep
+        sigmas = torch.full((SAMPLES,), sigma)
+        answer, deep = model(x, sigmas, difficulty, cut=cut or 0, deep=deep)
+        return answer, answer if cut is None else deep
+
+    return ask
+
+
+def wheel(version: str) -> Path:
+    """The wheel of a version of the package, fetched if it is not there."""
+    folder = ROOT / "demo"
+    package = f"adaptive-terrain-diffusion=={version}"
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", package]
+    found = f"adaptive_terrain_diffusion-{version}-*.whl"
+    if not any(folder.glob(found)):
+        subprocess.run([*command, "--dest", str(folder)], check=True)
+    return next(folder.glob(found))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="dev.py bench --terrain", description=__doc__)
+    parser.add_argument("sampler", choices=METHODS, nargs="?", default="euler")
+    parser.add_argument("--version", default="0.4.1", help="of the package")
+    arguments = parser.parse_args()
+    torch.set_grad_enabled(False)
+    method = METHODS[arguments.sampler]
+    model = load(wheel(arguments.version))
+    outside = shares(model, SIDE)
+    model = model.to(memory_format=torch.channels_last)
+    generators = (torch.Generator().manual_seed(seed) for seed in range(SAMPLES))
+    noise = torch.stack([torch.randn(1, SIDE, SIDE, generator=each) for each in generators])
+    first = State(noise * SIGMA_MAX)
+
+    def plain(steps: int) -> Tensor:
+        whole = range(steps)
+        return advance(first, asking(model, 0), method, schedule(steps), whole, whole).x
+
+    wanted = plain(STEPS)
+
+    def error(x: Tensor) -> float:
+        """The median over the samples, as a share of the deviation of a map."""
+        squares = (x - wanted).square().mean((1, 2, 3)) / wanted.var((1, 2, 3))
+        return median(squares.sqrt().tolist())
+
+    print(f"{'':28}{'work':>7}{'error':>9}{'over fewer steps':>18}")
+    fewer = []
+    for steps in FEWER:
+        fewer.append((steps / STEPS, error(plain(steps))))
+        print(f"{f'{steps} steps':28}{fewer[-1][0]:7.3f}{fewer[-1][1]:9.4f}", flush=True)
+    for cut in (None, *CUTS):
+        ask, sigmas = asking(model, cut), schedule(STEPS)
+        begun = advance(first, ask, method, sigmas, range(SHARED), WHOLE)
+        share = 0.0 if cut is None else outside[cut]
+        work = (len(WHOLE) + (STEPS - len(WHOLE)) * share) / STEPS
+        for damping in DAMPINGS:
+            own = error(advance(begun, ask, method, sigmas, range(SHARED, STEPS), WHOLE, damping).x)
+            name = "answer forecast" if cut is None else f"shallow, cut {cut}"
+            ratio = own / (error_at(work, fewer) or math.nan)
+            label = f"{name}, damping {damping:g}"
+            print(f"{label:28}{work:7.3f}{own:9.4f}{ratio:18.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
