@@ -177,7 +177,11 @@ def _skipped() -> str:
         ("You run", "Skipped", "Change, where fewer steps have 1"),
         (
             ("8 steps", f"{eight}: {flux}", of_eight),
-            ("20 steps", twenty, f"{_share('image', 20)}; videos {_share('video', 20)}"),
+            (
+                "20 steps",
+                f"{twenty}; videos {_skipped_in('video', 20)}",
+                f"{_share('image', 20)}; videos {_share('video', 20)}",
+            ),
             ("4 steps, turbo models", four, _share("few", 4)),
             ("8 steps or more of res_multistep", "as above", " to ".join(_ends(multistep))),
         ),
