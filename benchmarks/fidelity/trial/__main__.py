@@ -5,8 +5,8 @@ python3 dev.py bench --train sdxl [--minutes 35]
 python3 dev.py bench --train sd15
 
 It can be stopped at any time. It saves every few minutes and at the end, and goes on from there.
-The weights of *stickers* are in the repository; the other two, for which half an hour on one thread
-is enough, are asked by ``python3 dev.py bench --fidelity --only trial_sdxl`` and ``trial_sd15``.
+The weights of *stickers* are in the repository, from which a new training begins. Half an hour on
+one thread is enough for each of the other two, which ``bench --fidelity --only trial_sdxl`` asks.
 """
 
 import argparse
@@ -49,7 +49,7 @@ from benchmarks.fidelity.denoiser import (  # noqa: E402
 )
 from benchmarks.fidelity.trial.layouts import LAYOUTS, PHOTOS, Layout  # noqa: E402
 from benchmarks.fidelity.trial.stickers import Stickers  # noqa: E402
-from benchmarks.fidelity.weights import save  # noqa: E402
+from benchmarks.fidelity.weights import load, save  # noqa: E402
 from tools.environment import ROOT  # noqa: E402
 
 _SAVE_EVERY = 180
@@ -145,12 +145,13 @@ def course_of(name: str) -> Course:
     """The course of a judge that can be trained."""
     if name in LAYOUTS:
         return _of_photos(LAYOUTS[name])
-    file = ROOT / "demo" / "sticker-unet.pt"
+    weights = sticker_unet.WEIGHTS
     return Course(
         lambda: sticker_unet.untrained().diffusion_model,
-        *(file, Stickers, ((32, 16), (64, 4))),
+        *(ROOT / "demo" / "sticker-unet.pt", Stickers, ((32, 16), (64, 4))),
+        begin=lambda: load(weights) if weights.exists() else {},
         is_of_noise=True,
-        weights=sticker_unet.WEIGHTS,
+        weights=weights,
     )
 
 
