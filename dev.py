@@ -229,7 +229,7 @@ def _parser() -> argparse.ArgumentParser:
         "with --forecasts, whether forecasts change more than fewer steps: --quick, --only; "
         "with --picture, the picture of off and on: --model, --repeats; with "
         "--host-time, what merging adds before any kernel runs: --quick; with --train, train a "
-        "UNet that --fidelity can ask: stickers, sdxl or sd15, --minutes, --rate, --full-share; "
+        "UNet that --fidelity can ask: stickers, sdxl or sd15, --minutes, --rate; "
         "with --terrain, skipped steps on a UNet that others trained: euler or dpmpp_2m; with "
         "--work, how much work is left, counted; with --report, tables of what was measured on a "
         "GPU",

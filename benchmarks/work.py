@@ -2,7 +2,7 @@
 
 python3 dev.py bench --work
 
-Writes a table and a plot of the tokens that stay to benchmarks/results/. It takes seconds.
+Writes tables and a plot of the tokens that stay to benchmarks/results/. It takes seconds.
 """
 
 import json

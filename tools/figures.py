@@ -13,68 +13,62 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.fidelity.shares import CACHE, STEPS, Rows, share
+from benchmarks.fidelity.shares import (
+    CACHE,
+    MERGING,
+    OURS,
+    PAPER,
+    STEPS,
+    TODO,
+    TOMESD,
+    Rows,
+    points,
+    share,
+)
+from tome_nodes.settings.presets import PRESETS
 from tools.environment import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
 
-PAPER = "q,k,v 0.5, as the paper"
-_TOMESD, _TODO = "tomesd q,k,v 0.5", "ToDo k,v 0.75"
-_SHORT = {PAPER: "paper 0.5", _TOMESD: "tomesd 0.5", _TODO: "ToDo"}
+_SHORT = {PAPER: "paper 0.5", TOMESD: "tomesd 0.5", TODO: "ToDo"}
 """Names of methods of others in tables."""
 
-_JUDGED: Sequence[tuple[str, str, Sequence[str]]] = (
-    ("pictures", "12", ("balanced 0.6", "fast 0.6", "9", "7", "0.2", _TOMESD, _TODO)),
-    ("pictures", "20", ("balanced 0.6", "fast 0.6", "10", "8", "0.2", _TOMESD, _TODO)),
-    ("pictures", "8", ("balanced 0.6", "fast 0.6", "6", "5", "0.2", _TOMESD, _TODO)),
-    ("image", "8", ("fast 0.6", "fast 0.75", "6", "5", "0.2", "0.4", PAPER)),
-    ("image", "20", ("fast 0.6", "fast 0.75", "10", "8", "0.2", "0.4", PAPER)),
-    ("few", "4", ("fast 0.6", "3", "0.2", "0.4", PAPER)),
-    ("few", "8", ("fast 0.6", "fast 0.75", "6", "5", "0.2", "0.4", PAPER)),
-    ("few_multistep", "8", ("fast 0.6", "fast 0.75", "6", "5", "0.2", "0.4", PAPER)),
-    ("second", "8", ("fast 0.6", "fast 0.75", "5", "4", "0.1", "0.2", PAPER)),
-    ("video", "8", ("fast 0.6", "fast 0.75", "6", "5", "0.2", _TODO)),
-    ("video", "20", ("fast 0.6", "fast 0.75", "10", "8", "0.2", "0.4", _TODO)),
-    ("video_multistep", "8", ("fast 0.6", "fast 0.75", "6", "5", "0.2")),
-    ("video_multistep", "20", ("fast 0.5", "fast 0.6", "13", "10", "0.1", "0.2")),
-    ("edit", "8", ("fast 0.6", "fast 0.75", "5", "4", "0.1", "0.2", PAPER)),
+_UNET = ("balanced 0.6", "fast 0.6")
+_PLAIN = ("fast 0.6", "fast 0.75")
+_ERRORS: Sequence[tuple[str, int, Sequence[str]]] = (
+    ("pictures", 12, (*_UNET, "9 steps", "7 steps", "EasyCache 0.2", TOMESD, TODO)),
+    ("pictures", 20, (*_UNET, "10 steps", "8 steps", "EasyCache 0.2", TOMESD, TODO)),
+    ("pictures", 8, (*_UNET, "6 steps", "5 steps", "EasyCache 0.2", TOMESD, TODO)),
+    ("image", 8, (*_PLAIN, "6 steps", "5 steps", "EasyCache 0.2", "EasyCache 0.4", PAPER)),
+    ("image", 20, (*_PLAIN, "10 steps", "8 steps", "EasyCache 0.2", "EasyCache 0.4", PAPER)),
+    ("few", 4, ("fast 0.6", "3 steps", "EasyCache 0.2", "EasyCache 0.4", PAPER)),
+    ("few", 8, (*_PLAIN, "6 steps", "5 steps", "EasyCache 0.2", "EasyCache 0.4", PAPER)),
+    ("few_multistep", 8, (*_PLAIN, "6 steps", "5 steps", "EasyCache 0.2", "EasyCache 0.4", PAPER)),
+    ("second", 8, (*_PLAIN, "5 steps", "4 steps", "EasyCache 0.1", "EasyCache 0.2", PAPER)),
+    ("video", 8, (*_PLAIN, "6 steps", "5 steps", "EasyCache 0.2", TODO)),
+    ("video", 20, (*_PLAIN, "10 steps", "8 steps", "EasyCache 0.2", "EasyCache 0.4", TODO)),
+    ("video_multistep", 8, (*_PLAIN, "6 steps", "5 steps", "EasyCache 0.2")),
+    (
+        *("video_multistep", 20),
+        ("fast 0.5", "fast 0.6", "13 steps", "10 steps", "EasyCache 0.1", "EasyCache 0.2"),
+    ),
+    ("edit", 8, (*_PLAIN, "5 steps", "4 steps", "EasyCache 0.1", "EasyCache 0.2", PAPER)),
 )
-"""What the table of errors shows: judge, number of steps, and rows: ours, numbers of steps,
-thresholds of EasyCache, and methods of others."""
+"""What the table of errors shows: judge, number of steps, and rows."""
 
-_COMPARED: Sequence[tuple[str, Sequence[tuple[str, str, str]]]] = (
-    (
-        "UNet, *balanced*",
-        (
-            ("pictures", "8", "balanced 0.6"),
-            ("pictures", "12", "balanced 0.6"),
-            ("pictures", "20", "balanced 0.6"),
-        ),
-    ),
-    (
-        "UNet, *fast*",
-        (
-            ("pictures", "8", "fast 0.6"),
-            ("pictures", "12", "fast 0.6"),
-            ("pictures", "20", "fast 0.6"),
-        ),
-    ),
-    (
-        "The same, guidance 7, *balanced* and *fast*",
-        (("pictures_7", "20", "balanced 0.6"), ("pictures_7", "20", "fast 0.6")),
-    ),
-    ("Transformer", (("image", "8", "fast 0.6"), ("image", "20", "fast 0.6"))),
-    ("Transformer distilled to four steps", (("few", "4", "fast 0.6"), ("few", "8", "fast 0.6"))),
-    ("The same, sampled by res_multistep", (("few_multistep", "8", "fast 0.6"),)),
-    ("Second passes of a transformer", (("second", "8", "fast 0.6"),)),
-    ("Edits with two references", (("edit", "8", "fast 0.6"),)),
-    ("Videos", (("video", "8", "fast 0.6"), ("video", "20", "fast 0.6"))),
-    (
-        "The same, sampled by res_multistep",
-        (("video_multistep", "8", "fast 0.6"), ("video_multistep", "20", "fast 0.6")),
-    ),
+_COMPARED: Sequence[tuple[str, str, Sequence[int], Sequence[str]]] = (
+    ("UNet, *balanced*", "pictures", (8, 12, 20), ("balanced 0.6",)),
+    ("UNet, *fast*", "pictures", (8, 12, 20), ("fast 0.6",)),
+    ("The same, guidance 7, *balanced* and *fast*", "pictures_7", (20,), _UNET),
+    ("Transformer", "image", (8, 20), ("fast 0.6",)),
+    ("Transformer distilled to four steps", "few", (4, 8), ("fast 0.6",)),
+    ("The same, sampled by res_multistep", "few_multistep", (8,), ("fast 0.6",)),
+    ("Second passes of a transformer", "second", (8,), ("fast 0.6",)),
+    ("Edits with two references", "edit", (8,), ("fast 0.6",)),
+    ("Videos", "video", (8, 20), ("fast 0.6",)),
+    ("The same, sampled by res_multistep", "video_multistep", (8, 20), ("fast 0.6",)),
 )
-"""The rows of the comparison with fewer steps and caches, and what each compares."""
+"""What is compared with fewer steps and caches: title, judge, numbers of steps, and rows."""
 
 
 def tables() -> dict[Path, dict[str, str]]:
@@ -140,9 +134,9 @@ def _fidelity() -> Mapping[str, Mapping[str, Rows]]:
     return found
 
 
-def rows(judge: str, steps: str) -> Rows:
-    """The rows of a judge in a number of steps; none if it was not asked."""
-    return _fidelity().get(judge, {}).get(steps, {})
+def rows(judge: str, steps: int) -> Rows:
+    """The rows of a judge in a number of steps."""
+    return _fidelity()[judge][str(steps)]
 
 
 def table(head: Sequence[str], body: Iterable[Sequence[Any]]) -> str:
@@ -153,37 +147,49 @@ def table(head: Sequence[str], body: Iterable[Sequence[Any]]) -> str:
 
 def _skipped_in(judge: str, steps: int) -> int:
     """How many steps of a run the default forecasts on a transformer."""
-    time = rows(judge, str(steps))["fast 0.6"]["time"]
-    return steps - round(steps * time)
+    return steps - round(steps * rows(judge, steps)["fast 0.6"]["time"])
 
 
-def _share(judge: str, steps: int, name: str = "fast 0.6", kind: str = STEPS) -> str:
-    """The error of a row over that of fewer steps, or of the best cache, in the same time."""
-    found = share(rows(judge, str(steps)), name, kind)
-    return "" if found is None else f"{found:.2f}"
+def _share(judge: str, steps: int, name: str = "fast 0.6", kind: str = STEPS) -> float:
+    """The error of a row over that of fewer steps, or of the best cache, in the same time.
+
+    Raises:
+        KeyError: the results have no such row, or none to compare it with.
+    """
+    found = share(rows(judge, steps), name, kind)
+    if found is None:
+        raise KeyError(f"{judge} in {steps} steps: {name} over {kind}")
+    return found
 
 
 def _skipped() -> str:
     """What skipping steps changes on transformers."""
     whole, skipped = (_seconds(method) for method in ("unpatched", "the defaults"))
     flux = f"Flux's single blocks at 1024×1024 took {skipped} s instead of {whole} s (H200)"
-    eight, twenty, four = (_skipped_in(*of) for of in (("image", 8), ("image", 20), ("few", 4)))
-    multistep = sorted(
+    multistep = [
         _share(judge, steps)
         for judge, steps in (("few_multistep", 8), ("video_multistep", 8), ("video_multistep", 20))
-    )
-    of_eight = f"{_share('image', 8)}; turbo models {_share('few', 8)}, videos {_share('video', 8)}"
+    ]
     return table(
         ("You run", "Skipped", "Change, where fewer steps have 1"),
         (
-            ("8 steps", f"{eight}: {flux}", of_eight),
+            (
+                "8 steps",
+                f"{_skipped_in('image', 8)}: {flux}",
+                f"{_share('image', 8):.2f}; turbo models {_share('few', 8):.2f}, "
+                f"videos {_share('video', 8):.2f}",
+            ),
             (
                 "20 steps",
-                f"{twenty}; videos {_skipped_in('video', 20)}",
-                f"{_share('image', 20)}; videos {_share('video', 20)}",
+                f"{_skipped_in('image', 20)}; videos {_skipped_in('video', 20)}",
+                f"{_share('image', 20):.2f}; videos {_share('video', 20):.2f}",
             ),
-            ("4 steps, turbo models", four, _share("few", 4)),
-            ("8 steps or more of res_multistep", "as above", " to ".join(_ends(multistep))),
+            ("4 steps, turbo models", _skipped_in("few", 4), f"{_share('few', 4):.2f}"),
+            (
+                "8 steps or more of res_multistep",
+                "as above",
+                f"{min(multistep):.2f} to {max(multistep):.2f}",
+            ),
         ),
     )
 
@@ -195,13 +201,9 @@ def _seconds(method: str) -> str:
     return f"{statistics.median(flux['methods'][method]['seconds']):.2f}"
 
 
-def _ends(values: Sequence[str]) -> Sequence[str]:
-    return (values[0], values[-1]) if values[0] != values[-1] else values[:1]
-
-
 def _presets() -> str:
     """Work and change of the presets."""
-    unet, transformer = rows("pictures", "12"), rows("image", "8")
+    unet, transformer = rows("pictures", 12), rows("image", 8)
 
     def cell(judged: Rows, name: str, paper: str) -> str:
         row = judged[name]
@@ -212,13 +214,13 @@ def _presets() -> str:
         (
             (
                 "*balanced*",
-                cell(unet, "balanced 0.6", _TOMESD),
+                cell(unet, "balanced 0.6", TOMESD),
                 cell(transformer, "fast 0.6", PAPER),
             ),
-            ("*fast*", cell(unet, "fast 0.6", _TOMESD), "the same"),
+            ("*fast*", cell(unet, "fast 0.6", TOMESD), "the same"),
             (
                 "*paper*, at 0.5",
-                cell(unet, _TOMESD, _TOMESD),
+                cell(unet, TOMESD, TOMESD),
                 f"{cell(transformer, PAPER, PAPER)}, when it merged queries there, too",
             ),
         ),
@@ -228,46 +230,50 @@ def _presets() -> str:
 def _compared() -> str:
     """Errors over those of fewer steps and of caches."""
 
-    def body() -> Iterator[Sequence[str]]:
-        for title, asked in _COMPARED:
-            numbers = dict.fromkeys(steps for _, steps, _ in asked)
-            columns = [
-                ", ".join(
-                    filter(None, (_share(judge, int(n), name, kind) for judge, n, name in asked))
-                )
-                for kind in (STEPS, CACHE)
-            ]
-            yield title, ", ".join(numbers), *columns
+    def shares(judge: str, numbers: Sequence[int], names: Sequence[str], kind: str) -> str:
+        if not points(rows(judge, numbers[0]), (kind,)):
+            return ""
+        found = (_share(judge, steps, name, kind) for steps in numbers for name in names)
+        return ", ".join(f"{each:.2f}" for each in found)
 
-    return table(("Model", "Steps", "Over fewer steps", "Over a cache"), body())
+    return table(
+        ("Model", "Steps", "Over fewer steps", "Over a cache"),
+        (
+            (
+                *(title, ", ".join(map(str, numbers))),
+                *(shares(judge, numbers, names, kind) for kind in (STEPS, CACHE)),
+            )
+            for title, judge, numbers, names in _COMPARED
+        ),
+    )
 
 
 def _errors() -> str:
     """Errors at the work of what a user could pick."""
+    columns = (OURS, STEPS, CACHE, MERGING)
 
-    def cells(judge: str, steps: str, names: Sequence[str]) -> Iterator[str]:
+    def label(judge: str, name: str) -> str:
+        word, _, number = name.rpartition(" ")
+        if word in PRESETS:
+            return f"*{word}* {number}" if judge == "pictures" else number
+        return _SHORT.get(name) or name.removeprefix("EasyCache ").removesuffix(" steps")
+
+    def cells(judge: str, steps: int, names: Sequence[str]) -> Iterator[str]:
         judged = rows(judge, steps)
-        columns: dict[str, list[str]] = {"ours": [], "steps": [], "cache": [], "merging": []}
-        for name in names:
-            if name in _SHORT:
-                column, row, label = "merging", name, _SHORT[name]
-            elif name.isdigit():
-                column, row, label = "steps", f"{name} steps", name
-            elif name[0].isdigit():
-                column, row, label = "cache", f"EasyCache {name}", name
-            else:
-                preset, ratio = name.split()
-                label = f"*{preset}* {ratio}" if judge == "pictures" else ratio
-                column, row = "ours", name
-            found = judged[row]
-            told = f": {found['error']:.4f} at {found['time']:.2f}"
-            columns[column].append(label + (told if found["error"] else " skips nothing"))
-        yield from ("; ".join(column) for column in columns.values())
+        for kind in columns:
+            told = (
+                f"{label(judge, name)}: {row['error']:.4f} at {row['time']:.2f}"
+                if row["error"]
+                else f"{label(judge, name)} skips nothing"
+                for name in names
+                if (row := judged[name])["kind"] == kind
+            )
+            yield "; ".join(told)
 
     return table(
         ("", "ours", "fewer steps", "EasyCache", "merging by others"),
         (
             (f"*{judge}*, {steps} steps", *cells(judge, steps, names))
-            for judge, steps, names in _JUDGED
+            for judge, steps, names in _ERRORS
         ),
     )

@@ -23,13 +23,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.fidelity.shares import PAPER, TOMESD
 from tome_nodes.comfyui.node_texts import CAPTIONS, Caption
 from tome_nodes.settings.config import OPTIONS
 from tome_nodes.settings.options import Option
 from tome_nodes.settings.presets import PRESET, PRESETS
 from tools import figures
 from tools.environment import ROOT
-from tools.figures import PAPER, table
+from tools.errors import ToolError
+from tools.figures import table
 
 LOCALES = ROOT / "locales"
 PAGES = ROOT / "web" / "docs"
@@ -38,9 +40,9 @@ TRANSLATED = ROOT / "tools" / "translated.json"
 
 RATIO = OPTIONS["ratio"].default
 JUDGED = {
-    "UNet": ("pictures", "12", "tomesd q,k,v 0.5"),
-    "transformer": ("image", "8", PAPER),
-    "video": ("video", "8", PAPER),
+    "UNet": ("pictures", 12, TOMESD),
+    "transformer": ("image", 8, PAPER),
+    "video": ("video", 8, PAPER),
 }
 """Where the results have each kind of model: judge, number of steps, and the paper's method."""
 
@@ -85,13 +87,18 @@ def files() -> dict[Path, str]:
         page = PAGES / f"{node.id}.md"
         made[page] = _filled(page.read_text(encoding="utf-8"), _lists(node))
     for page, tables in figures.tables().items():
-        made[page] = _filled(page.read_text(encoding="utf-8"), tables)
+        text = page.read_text(encoding="utf-8")
+        if lost := tables.keys() - {name for _, name, _ in MARKED.findall(text)}:
+            markers = ", ".join(f"<!-- generated: {name} -->" for name in sorted(lost))
+            raise ToolError(f"{page.relative_to(ROOT).as_posix()} has no {markers}")
+        made[page] = _filled(text, tables)
     return made
 
 
-def stale() -> list[Path]:
-    """The files that do not have the text that they should."""
-    return [file for file, text in files().items() if file.read_text(encoding="utf-8") != text]
+def stale() -> dict[Path, str]:
+    """The texts that files should have, of those that have others."""
+    made = files().items()
+    return {file: text for file, text in made if file.read_text(encoding="utf-8") != text}
 
 
 def unmatched(language: str) -> list[str]:
@@ -235,15 +242,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--translated", nargs="+", choices=languages, default=[], metavar="LANG")
     chosen = parser.parse_args(arguments)
     if chosen.check:
-        late = [file.relative_to(ROOT).as_posix() for file in stale()]
-        for name in late:
+        late = stale()
+        for file in late:
+            name = file.relative_to(ROOT).as_posix()
             print(f"{name} is out of date; run: python3 dev.py generate")
         return int(bool(late))
     for language in chosen.translated:
         note_translated(language)
-    made = files()
-    for file in stale():
-        file.write_text(made[file], encoding="utf-8")
+    for file, text in stale().items():
+        file.write_text(text, encoding="utf-8")
         print(f"wrote {file.relative_to(ROOT).as_posix()}")
     for language in languages:
         for line in outdated(language):

@@ -64,20 +64,22 @@ class SceneJudge(FlowJudge):
 class StickerJudge(Judge):
     """The judge whose model is the UNet of :mod:`benchmarks.fidelity.sticker_unet`.
 
-    It paints eight pictures of 64x64 tokens, each of another kind of sticker.
+    Args:
+        pictures: how many it paints, each of another kind of sticker.
+        others: as of :class:`Judge`.
     """
 
     scheduler = "karras"
     decode = staticmethod(sticker_unet.decode)
 
-    def __init__(self, steps: int, guidance: float = 5.0, side: int = 64, **others: Any):
-        self._side = side
+    def __init__(self, steps: int, guidance: float = 5.0, pictures: int = 8, **others: Any):
+        asked = [(index, index % sticker_unet.CLOUDS) for index in range(pictures)]
+        self._prompts = torch.stack([sticker_unet.prompt(*each) for each in asked])
         super().__init__(sticker_unet.load(), steps, guidance, **others)
 
     def batch(self) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        asked = [(index, index % sticker_unet.CLOUDS) for index in range(8)]
-        prompts = torch.stack([sticker_unet.prompt(*each) for each in asked])
-        return torch.zeros(8, latents.CHANNELS, self._side, self._side), prompts, {}
+        sides = sticker_unet.SIDE, sticker_unet.SIDE
+        return torch.zeros(len(self._prompts), latents.CHANNELS, *sides), self._prompts, {}
 
 
 class SecondPassJudge(SceneJudge):

@@ -11,7 +11,7 @@ from comfy_extras.nodes_model_downscale import PatchModelAddDownscale
 from comfy_extras.nodes_tomesd import TomePatchModel
 
 from benchmarks.fidelity import page, rivals, shares
-from benchmarks.fidelity.shallow import Shallow, growing
+from benchmarks.fidelity.shallow import Shallow
 from benchmarks.patches import Patch, node
 from benchmarks.speed.methods import ONCE, ToDoStrategy, TomesdStrategy
 from tome_nodes.comfyui.attachment import attach
@@ -44,7 +44,7 @@ class Option:
 
     Attributes:
         name: its name in tables.
-        kind: one of :data:`benchmarks.fidelity.page.COLOURS`.
+        kind: one of :data:`benchmarks.fidelity.shares.KINDS`.
         patch: makes the patched clone of a model.
         steps: number of steps; None for as many as the plain run has.
         keys: the share of keys and values that the attention of a transformer keeps.
@@ -64,16 +64,16 @@ def of_unet(steps: int) -> list[Option]:
         *_merged_fewer(steps),
         *_peers_on_unets(),
         _keys(page.KEYS75, 0.75),
-        Option(page.PAPER, shares.MERGING, ours(**ONCE)),
+        Option(shares.PAPER, shares.MERGING, ours(**ONCE)),
         *_merging(),
         *_presets({"balanced": (0.6, 0.75), "fast": (0.3, 0.5, 0.6)}),
     ]
 
 
-def of_other_runs(steps: int) -> list[Option]:
+def of_other_runs(steps: int, fewer: slice = slice(1, 4)) -> list[Option]:
     """The few options that are asked under other samplers, guidance and noise, and of trials."""
     return [
-        *_fewer(steps, slice(1, 4)),
+        *_fewer(steps, fewer),
         *_merged_fewer(steps),
         _tomesd(),
         *_presets({"balanced": (0.6,), "fast": (0.6,)}),
@@ -84,12 +84,9 @@ def of_stickers(steps: int) -> list[Option]:
     """The same of the UNet whose outer level is thin, and trials of shallow steps."""
     cuts = {"": 0, ", with its first level": 1}
     return [
-        *_fewer(steps),
-        *_merged_fewer(steps),
-        _tomesd(),
-        *_presets({"balanced": (0.6,), "fast": (0.6,)}),
+        *of_other_runs(steps, slice(None)),
         *(
-            Option(f"shallow{words}, {how}", shares.SHALLOW, Shallow(growing(), cut, damping).patch)
+            Option(f"shallow{words}, {how}", shares.SHALLOW, Shallow(cut, damping).patch)
             for words, cut in cuts.items()
             for how, damping in (("copied", 0.0), ("half the line", 0.5))
         ),
@@ -98,7 +95,7 @@ def of_stickers(steps: int) -> list[Option]:
 
 
 def _merged_and_shallow(model: ModelPatcher) -> ModelPatcher:
-    return Shallow(growing()).patch(preset("fast", forecast=False)(model))
+    return Shallow().patch(preset("fast", forecast=False)(model))
 
 
 def of_high_resolution(steps: int) -> list[Option]:
@@ -176,13 +173,13 @@ def _peers_on_unets() -> list[Option]:
 
 
 def _tomesd() -> Option:
-    return Option(page.TOMESD, shares.MERGING, ours(TomesdStrategy, **ONCE))
+    return Option(shares.TOMESD, shares.MERGING, ours(TomesdStrategy, **ONCE))
 
 
 def _todo() -> Option:
     """ToDo, which runs on any model."""
     todo = ours(ToDoStrategy, ratio=0.75, attn_tokens="k,v", **ONCE)
-    return Option(page.TODO, shares.MERGING, todo, keys=0.25)
+    return Option(shares.TODO, shares.MERGING, todo, keys=0.25)
 
 
 def _merging() -> list[Option]:

@@ -17,9 +17,12 @@ from benchmarks.fidelity.shares import (
     MERGED_STEPS,
     MERGING,
     OURS,
+    PAPER,
     SHALLOW,
     SIZE,
     STEPS,
+    TODO,
+    TOMESD,
     Point,
     Rows,
     best_share,
@@ -63,8 +66,8 @@ JUDGES = {
 }
 """The judges by name, with the titles of their tables."""
 SHOWN = "pictures", "hires", "image", "few", "second", "video", "edit"
-"""Judges whose pictures are shown. The others share the model of one of these and sample otherwise,
-or have a model that has to be trained first."""
+"""Judges whose pictures are shown. The others sample otherwise with the model of one of these, or
+were asked a few questions only."""
 TRIALS = "trial_sdxl", "trial_sdxl_second", "trial_sd15", "trial_sd15_second"
 """Judges whose models have to be trained first."""
 _OF_UNETS = {
@@ -89,8 +92,6 @@ COLOURS = {
 
 PLAIN = "plain"
 """The name of the unpatched model in the results."""
-TOMESD, TODO = "tomesd q,k,v 0.5", "ToDo k,v 0.75"
-PAPER = "q,k,v 0.5, as the paper"
 KEYS75 = "k,v 0.75, window 4x2"
 DEFAULT = "balanced 0.6"
 FAST, FAST_DEFAULT = "fast 0.5", "fast 0.6"

@@ -7,6 +7,7 @@ is kept comes in by a patch of the output blocks. So nothing of the host's forwa
 patches of other nodes and ControlNets work as they do on a whole evaluation.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,8 +19,9 @@ from torch import Tensor, nn
 
 from tome_nodes.forecasting.steps import log_snr
 
-Plan = Callable[[int], Collection[int]]
-"""Gives the whole evaluations of a run, from 0, for how many there are."""
+_SHALLOW = 0.75
+"""The share of the evaluations after the first ``_FIRST`` that is shallow."""
+_FIRST = 4
 
 _KEY = "shallow steps"
 _PATCHES = (
@@ -31,39 +33,41 @@ _PATCHES = (
 """The patches that see feature maps between the blocks of a UNet."""
 
 
-def growing(shallow: float = 0.75, after: int = 4) -> Plan:
-    """Whole evaluations that are dense at first: each gap is longer than the last by as much.
+def whole_evaluations(count: int) -> Collection[int]:
+    """The whole ones of ``count`` evaluations, from 0.
 
-    A share of those ``after`` the first few is shallow.
+    They are dense at first: each gap is longer than the one before by the same amount.
     """
-
-    def plan(count: int) -> Collection[int]:
-        left_out = round(shallow * max(0, count - after))
-        whole = count - left_out
-        growth = 2 * left_out / (whole * (whole - 1)) if whole > 1 else 0.0
-        return {round(index + growth * index * (index - 1) / 2) for index in range(whole)}
-
-    return plan
+    shallow = round(_SHALLOW * max(0, count - _FIRST))
+    whole = count - shallow
+    growth = 2 * shallow / (whole * (whole - 1)) if whole > 1 else 0.0
+    return {round(index + growth * index * (index - 1) / 2) for index in range(whole)}
 
 
 class Shallow:
     """Makes some evaluations of a model's runs shallow, under samplers that evaluate a step once.
 
     Args:
-        plan: says which evaluations are whole.
-        cut: how many input blocks behind the first, and output blocks before the last, are outside.
+        cut: how many input blocks after the first, and output blocks before the last, are outside.
         damping: the share of the line through the last two features, over the logarithm of signal
             to noise, along which the next ones go on; 0 copies the last.
+        plan: gives the whole evaluations of a run, from 0, for how many there are.
 
     Attributes:
         whole, shallow: how many evaluations of a condition there were of each kind.
     """
 
-    def __init__(self, plan: Plan, cut: int = 0, damping: float = 0.5):
+    def __init__(
+        self,
+        cut: int = 0,
+        damping: float = 0.5,
+        plan: Callable[[int], Collection[int]] = whole_evaluations,
+    ):
         self.whole = self.shallow = 0
         self._plan, self._cut, self._damping = plan, cut, damping
         self._known: dict[Hashable, list[tuple[float, Tensor]]] = {}
         self._answers, self._is_shallow, self._place = 0, False, 0.0
+        self._calls: Counter[Hashable] = Counter()
 
     def patch(self, model: ModelPatcher) -> ModelPatcher:
         """The patched clone of a model."""
@@ -85,6 +89,7 @@ class Shallow:
         self._is_shallow = self._answers not in self._plan(len(levels) - 1)
         self._place = log_snr(float(sigma.max()), is_flow=False)
         self._answers += 1
+        self._calls.clear()
         return executor(x, sigma, *args)
 
     def _evaluate(
@@ -98,7 +103,7 @@ class Shallow:
         options: dict[str, Any],
         **others: Any,
     ) -> Tensor:
-        keys = _keys_of(options, x)
+        keys = self._keys_of(options, x)
         given = self._given(keys) if self._is_shallow else None
         call = Call(executor.class_obj, self._cut, options, given)
         with call.installed():
@@ -111,6 +116,18 @@ class Shallow:
         for key, features in zip(keys, call.came.chunk(len(keys)), strict=True):
             self._known[key] = [*self._known.get(key, ())[-1:], (self._place, features)]
         return answer
+
+    def _keys_of(self, options: Mapping[str, Any], x: Tensor) -> list[Hashable]:
+        """What tells each condition of a call from the others of its step, in their order.
+
+        Other nodes evaluate a condition several times in a step, in areas or without a part.
+        """
+        keys: list[Hashable] = []
+        for name in options.get("uuids") or options["cond_or_uncond"]:
+            key = (name, *x.shape[1:])
+            keys.append((*key, self._calls[key]))
+            self._calls[key] += 1
+        return keys
 
     def _given(self, keys: Sequence[Hashable]) -> Tensor | None:
         """The features for the conditions of a call; None if any has none."""
@@ -212,10 +229,3 @@ class Call:
 def _nothing(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """What a deep layer gives in a shallow call: a feature map of no channels."""
     return x[:, :0]
-
-
-def _keys_of(options: Mapping[str, Any], x: Tensor) -> list[Hashable]:
-    """What tells each condition of a call from the others, in their order."""
-    order = options["cond_or_uncond"]
-    names = options.get("uuids") or order
-    return [(name, *x.shape[1:]) for name in names]

@@ -14,6 +14,10 @@ SHALLOW, MERGING, OURS = "shallow steps", "merging", "ours"
 KINDS = STEPS, MERGED_STEPS, CACHE, FORECAST, SIZE, SHALLOW, MERGING, OURS
 """The kinds of options."""
 
+TOMESD, TODO = "tomesd q,k,v 0.5", "ToDo k,v 0.75"
+PAPER = "q,k,v 0.5, as the paper"
+"""The names of rows of methods of others."""
+
 Rows = Mapping[str, Mapping[str, Any]]
 """The figures of every option, by name."""
 Point = tuple[float, float]

@@ -13,18 +13,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import comfy.latent_formats
 import comfy.ops
 import torch
 from comfy.model_base import BaseModel, ModelType
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
-from benchmarks.fidelity import denoiser, latents
+from benchmarks.fidelity import denoiser, latents, scene_transformer
 
 WEIGHTS = Path(__file__).with_name("sticker_unet.npz")
 
 KINDS = "🐱🍓🚗⚽🦋🌻🏠🐟🍕🐸🌲🍄"
+SIDE = 64
+"""The side in tokens of a judged picture."""
 CLOUDS = 6
 """The number of colours of clouds."""
 PROMPT_SHAPE = (2, 64)
@@ -51,23 +52,16 @@ UNET: dict[str, Any] = {
 
 
 class Operations(comfy.ops.disable_weight_init):
-    """The host's layers, with eight channels in each group of a norm, as SDXL has ten."""
+    """The host's layers, with eight channels in each group of a norm; SDXL has ten or more."""
 
     class GroupNorm(comfy.ops.disable_weight_init.GroupNorm):
         def __init__(self, num_groups: int, num_channels: int, **others: Any):
             super().__init__(num_channels // 8, num_channels, **others)
 
 
-class Latents(comfy.latent_formats.LatentFormat):
-    """The host's description of the latent."""
+class Settings(scene_transformer.Settings):
+    """The host's settings of a model that paints such latents, with these layers."""
 
-    latent_channels = latents.CHANNELS
-
-
-class Settings(denoiser.Settings):
-    """The host's settings of a model that paints such latents."""
-
-    latent_format = Latents
     custom_operations = Operations
 
 

@@ -4,37 +4,45 @@ Weights that were trained from others are stored as their difference, which take
 code that wrote those files is gone, like that of their training (see benchmarks/FIDELITY.md).
 """
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
-from zipfile import ZIP_LZMA, ZipFile
+from zipfile import ZIP_LZMA, ZipFile, ZipInfo
 
 import numpy as np
 import torch
 from torch import Tensor
 
-_LEVELS = 64
+_LARGEST = 64
 """The largest whole number. With more, files grow; with fewer, pictures change."""
 
 _SCALES, _STEPS, _BASE = "scales of ", "steps", "base"
 
 
 def save(weights: Mapping[str, Tensor], file: Path) -> None:
-    """Write weights by name. Those of one dimension, such as biases, are few: 16 bits."""
+    """Write weights by name; those of one dimension, such as biases, are few and get 16 bits.
+
+    An interrupted write leaves the old file, and equal weights make equal files.
+    """
     arrays = {}
     for name, weight in weights.items():
         if weight.ndim < 2:
             arrays[name] = weight.half().numpy()
             continue
         rows = weight.float().flatten(1)
-        scales = (rows.abs().amax(1) / _LEVELS).half().clamp_min(torch.finfo(torch.half).tiny)
-        rounded = (rows / scales.float()[:, None]).round().clamp(-127, 127).to(torch.int8)
+        scales = (rows.abs().amax(1) / _LARGEST).half().clamp_min(torch.finfo(torch.half).tiny)
+        rounded = (rows / scales.float()[:, None]).round().to(torch.int8)
         arrays[name] = rounded.view(weight.shape).numpy()
         arrays[_SCALES + name] = scales.numpy()
     # NumPy's own compression makes larger files.
-    with ZipFile(file, "w", ZIP_LZMA) as packed:
+    unfinished = file.with_suffix(".part")
+    with ZipFile(unfinished, "w") as packed:
         for name, array in arrays.items():
-            with packed.open(f"{name}.npy", "w") as stream:
+            entry = ZipInfo(f"{name}.npy")
+            entry.compress_type = ZIP_LZMA
+            with packed.open(entry, "w") as stream:
                 np.lib.format.write_array(stream, array)
+    os.replace(unfinished, file)
 
 
 def load(file: Path) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Skipped steps against fewer steps on a UNet of terrain that others trained.
+"""Compare skipped steps with fewer steps, on a UNet for terrain that others trained.
 
 python3 dev.py bench --terrain [euler | dpmpp_2m] [--version 0.4.1]
 
@@ -9,10 +9,11 @@ goes on along that line.
 """
 
 import argparse
+import hashlib
 import math
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -23,7 +24,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.fidelity.shares import error_at
 from benchmarks.terrain.network import SIDE, SIGMA_MAX, SIGMA_MIN, Terrain, load
+from tome_nodes.forecasting.steps import log_snr
 from tools.environment import ROOT
+
+VERSIONS = {
+    "0.4.1": "ae45819f1be906e6783999caf8f4d648f81007a86914f6a5d216d4fc6cb83328",
+    "0.4.2": "dd803be2c98d764e4e64db18c631eef46c210282b398c4dd080f4cda3fa7c84d",
+}
+"""The versions of the package that were tried, with the digests of their wheels."""
 
 STEPS = 20
 WHOLE = (0, 1, 2, 4, 6, 9, 12, 16)
@@ -41,7 +49,8 @@ Answer = Callable[[Tensor, float, Tensor | None], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class State:
-    """Where a run is: the map, the last noise level and answer, and the last two whole values."""
+    """Where a run is: the map, the last noise level and answer, and what came up in the last two
+    whole steps, with the logarithm of signal to noise."""
 
     x: Tensor
     sigma: float = 0.0
@@ -74,7 +83,7 @@ def advance(
     method: Callable[[State, float, float, Tensor], Tensor],
     sigmas: Sequence[float],
     steps: Iterable[int],
-    whole: Iterable[int],
+    whole: Collection[int],
     damping: float = 0.0,
 ) -> State:
     """The state after some steps."""
@@ -82,11 +91,11 @@ def advance(
         sigma = sigmas[step]
         if step in whole:
             answer, deep = ask(state.x, sigma, None)
-            kept = [*state.kept, (-2 * math.log(sigma), deep)][-2:]
+            kept = [*state.kept, (log_snr(sigma, is_flow=False), deep)][-2:]
         else:
             kept = state.kept
             (before, old), (last, new) = kept
-            reach = damping * (-2 * math.log(sigma) - last) / (last - before)
+            reach = damping * (log_snr(sigma, is_flow=False) - last) / (last - before)
             answer, _ = ask(state.x, sigma, new + (new - old) * reach)
         state = State(method(state, sigma, sigmas[step + 1], answer), sigma, answer, kept)
     return state
@@ -95,9 +104,9 @@ def advance(
 METHODS = {"euler": euler, "dpmpp_2m": dpm}
 
 
-def shares(model: Terrain, side: int) -> list[float]:
+def work_outside(model: Terrain) -> list[float]:
     """The share of the work that is outside of each cut."""
-    x, one = torch.zeros(1, 1, side, side), torch.ones(1)
+    x, one = torch.zeros(1, 1, SIDE, SIDE), torch.ones(1)
     counts = []
     for cut in CUTS:
         _, deep = model(x, one, one, cut=cut)
@@ -109,7 +118,7 @@ def shares(model: Terrain, side: int) -> list[float]:
 
 
 def asking(model: Terrain, cut: int | None) -> Answer:
-    """The network with a cut; with none, the answer itself stands in for the answer."""
+    """The network with a cut. Without one, the stand-in is the answer itself."""
     difficulty = torch.linspace(0, 1, SAMPLES)
 
     def ask(x: Tensor, sigma: float, deep: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -123,25 +132,32 @@ def asking(model: Terrain, cut: int | None) -> Answer:
 
 
 def wheel(version: str) -> Path:
-    """The wheel of a version of the package, fetched if it is not there."""
+    """The wheel of a version of the package, fetched if it is not there.
+
+    Raises:
+        SystemExit: it is another file than the one that was tried.
+    """
     folder = ROOT / "demo"
     package = f"adaptive-terrain-diffusion=={version}"
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", package]
     found = f"adaptive_terrain_diffusion-{version}-*.whl"
     if not any(folder.glob(found)):
         subprocess.run([*command, "--dest", str(folder)], check=True)
-    return next(folder.glob(found))
+    file = next(folder.glob(found))
+    if hashlib.sha256(file.read_bytes()).hexdigest() != VERSIONS[version]:
+        raise SystemExit(f"{file} is another file than the one that was tried; delete it")
+    return file
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="dev.py bench --terrain", description=__doc__)
     parser.add_argument("sampler", choices=METHODS, nargs="?", default="euler")
-    parser.add_argument("--version", default="0.4.1", help="of the package")
+    parser.add_argument("--version", choices=VERSIONS, default="0.4.1", help="of the package")
     arguments = parser.parse_args()
     torch.set_grad_enabled(False)
     method = METHODS[arguments.sampler]
     model = load(wheel(arguments.version))
-    outside = shares(model, SIDE)
+    outside = work_outside(model)
     model = model.to(memory_format=torch.channels_last)
     generators = (torch.Generator().manual_seed(seed) for seed in range(SAMPLES))
     noise = torch.stack([torch.randn(1, SIDE, SIDE, generator=each) for each in generators])

@@ -1,6 +1,7 @@
 """The judges of fidelity measure what they claim to, and find no error in unpatched models."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from benchmarks.fidelity import __main__ as fidelity
 from benchmarks.fidelity import (
     denoiser,
     judges,
+    latents,
     meter,
     options,
     page,
@@ -18,7 +20,9 @@ from benchmarks.fidelity import (
     rivals,
     scene_transformer,
     shares,
+    sticker_unet,
     video_transformer,
+    weights,
 )
 from benchmarks.fidelity.trial import layouts
 from benchmarks.fidelity.trial.__main__ import Training, course_of
@@ -86,15 +90,69 @@ def test_a_judge_without_weights_names_the_command_that_trains_it(monkeypatch, t
 def test_a_stopped_training_goes_on_and_its_average_paints(monkeypatch, tmp_path):
     monkeypatch.setattr(layouts, "ROOT", tmp_path)
     monkeypatch.setattr(denoiser, "SIDE", 32)
-    first = Training(course_of("sdxl"), rate=1e-3, full_share=0.0)
+    course = replace(course_of("sdxl"), full_share=0.0)
+    first = Training(course, rate=1e-3)
     first.step()
     first.save()
-    again = Training(course_of("sdxl"), rate=1e-3, full_share=0.0)
+    again = Training(course, rate=1e-3)
     assert again.steps == 1
     for name, weight in first.model.state_dict().items():
         assert torch.equal(weight, again.model.state_dict()[name])
     judge = judges.BENCHES["trial_sdxl"].make(2)
     assert judge.expected.shape == (3, 3, 64, 64)
+
+
+def test_weights_are_kept_to_half_a_step(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    kept = {
+        "matrix": torch.randn(6, 4, 3, generator=generator),
+        "bias": torch.randn(6, generator=generator),
+        "zeros": torch.zeros(2, 2),
+    }
+    for file in ("one.npz", "other.npz"):
+        weights.save(kept, tmp_path / file)
+    assert (tmp_path / "one.npz").read_bytes() == (tmp_path / "other.npz").read_bytes()
+    read = weights.load(tmp_path / "one.npz")
+    steps = kept["matrix"].flatten(1).abs().amax(1) / 64
+    gaps = (read["matrix"] - kept["matrix"]).flatten(1).abs().amax(1)
+    assert (gaps <= 0.51 * steps).all()
+    assert torch.allclose(read["bias"], kept["bias"], atol=1e-3)
+    assert torch.equal(read["zeros"], kept["zeros"])
+
+
+def test_a_latent_holds_what_its_frequencies_can():
+    latent = 0.1 * torch.randn(2, 8, 4, 6, generator=torch.Generator().manual_seed(0))
+    assert torch.allclose(latents.encode(latents.decode(latent)), latent, atol=1e-5)
+
+
+class _OnePicture:
+    """Takes the place of pictures that need a font."""
+
+    def __init__(self, generator):
+        pass
+
+    def batch(self, size, side):
+        latent = torch.linspace(-1, 1, side).expand(size, 8, side, side)
+        return latent, torch.empty(size, 0, side, side), torch.zeros(size, 2, 64)
+
+
+def test_the_unet_of_stickers_learns_noise_and_its_weights_paint(monkeypatch, tmp_path):
+    course = replace(
+        course_of("stickers"),
+        state=tmp_path / "state.pt",
+        data=_OnePicture,
+        sizes=((16, 2), (16, 2)),
+        begin=dict,
+    )
+    training = Training(course, rate=3e-3)
+    losses = [training.step()[1] for _ in range(50)]
+    assert sum(losses[-10:]) < 0.7 * sum(losses[:10])
+    weights.save(training.average, tmp_path / "stickers.npz")
+    monkeypatch.setattr(sticker_unet, "WEIGHTS", tmp_path / "stickers.npz")
+    monkeypatch.setattr(sticker_unet, "SIDE", 16)
+    judge = judges.StickerJudge(2, pictures=2)
+    assert judge.expected.shape == (2, 3, 64, 64)
+    assert judge.figures(judge.expected)["error"] == 0
 
 
 @pytest.fixture
@@ -143,7 +201,7 @@ def row(kind, time, error, **others):
 
 def test_the_summary_takes_the_worst_number_of_steps():
     def merged(error):
-        errors = {page.TOMESD: 4, page.FAST_DEFAULT: error}
+        errors = {shares.TOMESD: 4, page.FAST_DEFAULT: error}
         return {name: row(shares.MERGING, 0.5, each) for name, each in errors.items()}
 
     # At 0.6, halfway between six and four steps, these have an error of 0.2.

@@ -15,7 +15,8 @@ FORECAST = [
     *(("few", 4, 1, 64), ("few", 8, 2, 64), ("few_multistep", 8, 2, 64)),
     *(("second", 8, 3, 32), ("video_multistep", 8, 2, 32), ("edit", 8, 3, 32), ("edit", 4, 0, 32)),
 ]
-"""Judges, steps, how many of them the default forecasts, and the side of latents."""
+"""Judges, steps, how many of them the default forecasts, and the side of latents in cells of four
+pixels; videos have half of it."""
 
 
 @pytest.mark.parametrize(("name", "steps", "forecast", "side"), FORECAST)

@@ -10,7 +10,7 @@ from compatibility.table import alone, model_of
 from host import fast, overridden
 from models.comfyui import UNETS, sample
 
-from benchmarks.fidelity.shallow import Call, Shallow, growing
+from benchmarks.fidelity.shallow import Call, Shallow, whole_evaluations
 from tome_nodes.comfyui.attachment import attach
 
 pytestmark = pytest.mark.newest_only
@@ -51,7 +51,7 @@ def test_with_its_own_deep_features_a_shallow_evaluation_is_the_whole_one(
     model = models(kind)
     patched, gaps = checked(attach(model, fast(forecast=False)) if merges else model, cut)
     result = sample(patched, UNETS[kind], SIZE, steps=2)
-    assert gaps == [0.0] * len(gaps) and len(gaps) == 2
+    assert gaps == [0.0, 0.0]
     if not merges:
         assert torch.equal(result, sample(model, UNETS[kind], SIZE, steps=2))
     assert overridden(model) == []
@@ -71,6 +71,10 @@ def test_that_holds_beside_other_nodes(name):
     patched, gaps = checked(neighbour.patch(model_of("sd15"), "sd15"), 0)
     table.run(neighbour, patched, "sd15")
     assert gaps and max(gaps) < 1e-6
+    # Each of several calls with one condition has features of its own.
+    shallow = Shallow(plan=lambda count: range(2))
+    table.run(neighbour, shallow.patch(neighbour.patch(model_of("sd15"), "sd15")), "sd15")
+    assert shallow.shallow == shallow.whole > 0
 
 
 def test_the_planned_steps_are_shallow(sd15):
@@ -80,7 +84,7 @@ def test_the_planned_steps_are_shallow(sd15):
         .in_layers[-1]
         .register_forward_hook(lambda *_: ran.append(1))
     )
-    shallow = Shallow(growing())
+    shallow = Shallow()
     result = sample(shallow.patch(sd15), UNETS["sd15"], SIZE, steps=20)
     hook.remove()
     assert (shallow.whole, shallow.shallow, len(ran)) == (2 * 8, 2 * 12, 8)
@@ -99,4 +103,4 @@ def test_the_planned_steps_are_shallow(sd15):
     ],
 )
 def test_whole_steps_are_dense_at_first(count, whole):
-    assert sorted(growing()(count)) == whole
+    assert sorted(whole_evaluations(count)) == whole

@@ -8,22 +8,40 @@ import pytest
 
 from tome_nodes.comfyui.node_texts import CAPTIONS
 from tools import generate
+from tools.errors import ToolError
 
 LANGUAGES = ["de", "es", "fr", "ja", "ko", "ru", "zh"]
 
 
 def test_generated_files_are_those_that_the_options_give():
-    stale = [
-        file.relative_to(generate.ROOT).as_posix()
-        for file, text in generate.files().items()
-        if file.read_text(encoding="utf-8") != text
-    ]
-    assert stale == [], "run: python3 dev.py generate"
+    assert generate.stale() == {}, "run: python3 dev.py generate"
     # It writes nothing else.
     command = [sys.executable, generate.ROOT / "dev.py", "generate"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert "wrote" not in done.stdout
+
+
+def test_a_page_with_another_figure_than_the_results_or_without_a_table_is_named(
+    tmp_path, monkeypatch, capsys
+):
+    page = tmp_path / "README.md"
+    page.write_text("<!-- generated: work -->\n| 0.55 |\n<!-- end -->\n", encoding="utf-8")
+    monkeypatch.setattr(generate, "ROOT", tmp_path)
+    monkeypatch.setattr(generate, "CAPTIONS", ())
+    monkeypatch.setattr(generate, "english", dict)
+    monkeypatch.setattr(generate, "LOCALES", tmp_path / "locales")
+    (tmp_path / "locales" / "en").mkdir(parents=True)
+    (tmp_path / "locales" / "en" / "nodeDefs.json").write_text("{}\n", encoding="utf-8")
+    monkeypatch.setattr(generate.figures, "tables", lambda: {page: {"work": "| 0.60 |"}})
+    assert generate.main(["--check"]) == 1
+    assert capsys.readouterr().out.startswith("README.md is out of date")
+    generate.main([])
+    assert "| 0.60 |" in page.read_text(encoding="utf-8")
+    assert generate.main(["--check"]) == 0
+    page.write_text("no markers", encoding="utf-8")
+    with pytest.raises(ToolError, match=r"README.md has no <!-- generated: work -->"):
+        generate.main(["--check"])
 
 
 def test_every_text_of_a_node_is_in_its_help_page():

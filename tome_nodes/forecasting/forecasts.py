@@ -42,7 +42,7 @@ _RESPONSE = 0.7
 _TURN = -0.5
 """On a transformer, answers turn back where less than this share came of the last change that the
 line foretold. On judges, lines led on well where -0.1 to -0.4 came (0.07 to 0.75 of the error of
-fewer steps), and not where -0.8 to -2.8 did (0.8 to 2.4). On UNets, any share below 0 counts."""
+fewer steps), and not where -0.8 to -2.8 did (0.8 to 2.6). On UNets, any share below 0 counts."""
 
 _JUMP = 2.0
 """Answers jump where they change so many times as fast as before. In runs of a UNet that nothing

@@ -193,8 +193,8 @@ class ToMeConfig:
         "from its last two. In a transformer, nothing merges then.",
         more="A run of a transformer needs at least four steps, an edit six. The first two steps "
         "and the last always run; in runs of 8 steps or more, the third too. At a ratio of 0.6, "
-        "one of 4 steps is forecast, two of 8 and ten of 20. A run of a UNet needs at least 20 "
-        "steps, unless its first two outputs hardly differ, as in second passes; the first five "
+        "one of 4 steps is forecast, two of 8 and up to ten of 20. A run of a UNet needs at least "
+        "20 steps, unless its first two outputs hardly differ, as in second passes; the first five "
         "always run, and at 0.6, eight of 20 are forecast. In short runs whose first two outputs "
         "hardly differ, as in second passes and many edits, forecasts begin with the third step: "
         "three of 8. The output after a forecast is changed to make up for its error.",

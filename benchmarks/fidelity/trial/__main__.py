@@ -1,7 +1,7 @@
 """Train a UNet that judges, or go on with it.
 
-python3 dev.py bench --train stickers [--minutes 150] [--rate 1e-3] [--full-share 0.15]
-python3 dev.py bench --train sdxl [--minutes 35]
+python3 dev.py bench --train stickers [--minutes 35] [--rate 1e-3]
+python3 dev.py bench --train sdxl
 python3 dev.py bench --train sd15
 
 It can be stopped at any time. It saves every few minutes and at the end, and goes on from there.
@@ -60,8 +60,8 @@ _WITHOUT_PROMPT = 0.1
 """The share of samples without a prompt, for guidance."""
 _SIZES = ((32, 8), (64, 4))
 """Sides in tokens of small crops, and how many are in a batch."""
-_TO_NOISE = 0.55
-"""The power to which numbers that lie evenly between 0 and 1 are raised to make noise levels."""
+_MOST_WEIGHT = 20
+"""The largest weight of the error of a noise level."""
 
 
 class Data:
@@ -115,19 +115,24 @@ class Course:
 
     Attributes:
         unet: makes it; the host's layers have no initial weights.
-        file: what is saved while it trains; git ignores it.
+        state: the file of the training; git ignores it.
         data: makes random batches from a generator.
         sizes: sides in tokens of pictures, and how many are in a batch; the last has full size.
-        begin: the weights to begin with, by name; other blocks have none.
+        begin: the weights to begin with, by name; blocks that it leaves out begin untrained.
+        full_share: the share of batches at full size.
+        to_noise: the power to which numbers that lie evenly between 0 and 1 are raised to make
+            noise levels.
         is_of_noise: whether it predicts noise, else velocities.
-        weights: where the averaged weights go; None if they stay in ``file``.
+        weights: where the averaged weights go at the end; None if they stay in ``state``.
     """
 
     unet: Callable[[], UNetModel]
-    file: Path
+    state: Path
     data: Callable[[torch.Generator], Any]
     sizes: Sequence[tuple[int, int]]
     begin: Callable[[], Mapping[str, Tensor]] = dict
+    full_share: float = 0.1
+    to_noise: float = 0.5
     is_of_noise: bool = False
     weights: Path | None = None
 
@@ -147,9 +152,13 @@ def course_of(name: str) -> Course:
         return _of_photos(LAYOUTS[name])
     weights = sticker_unet.WEIGHTS
     return Course(
-        lambda: sticker_unet.untrained().diffusion_model,
-        *(ROOT / "demo" / "sticker-unet.pt", Stickers, ((32, 16), (64, 4))),
+        unet=lambda: sticker_unet.untrained().diffusion_model,
+        state=ROOT / "demo" / "sticker-unet.pt",
+        data=Stickers,
+        sizes=((32, 16), (64, 4)),
         begin=lambda: load(weights) if weights.exists() else {},
+        full_share=0.15,
+        to_noise=0.6,
         is_of_noise=True,
         weights=weights,
     )
@@ -182,12 +191,10 @@ class Training:
     Args:
         course: says which UNet.
         rate: the learning rate.
-        full_share: the share of batches at full size.
     """
 
-    def __init__(self, course: Course, rate: float, full_share: float):
-        self._course, self._rate, self._full_share = course, rate, full_share
-        self._file = course.file
+    def __init__(self, course: Course, rate: float):
+        self._course, self._rate, self._file = course, rate, course.state
         self.model, self.steps = untrained(course), 0
         self._optimizers = _optimizers(self.model, rate)
         if self._file.exists():
@@ -208,7 +215,7 @@ class Training:
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = self._rate * min(1.0, (self.steps + 1) / _WARM_UP)
-        is_full = float(torch.rand((), generator=self._generator)) < self._full_share
+        is_full = float(torch.rand((), generator=self._generator)) < self._course.full_share
         *smaller, full = self._course.sizes
         side, size = full if is_full else smaller[self.steps % len(smaller)]
         with torch.autocast("cpu", torch.bfloat16):
@@ -225,11 +232,11 @@ class Training:
         return side, loss.item()
 
     def _loss(self, size: int, side: int) -> Tensor:
-        """The error of velocities at noise levels all over the schedule."""
+        """The error of velocities or of noise, at noise levels all over the schedule."""
         latent, places, prompts = self._data.batch(size, side)
         evenly = (torch.arange(size) + torch.rand(size, generator=self._generator)) / size
         # More of them are high, where what is where is decided.
-        times = (evenly**_TO_NOISE * len(self._sigmas)).long()
+        times = (evenly**self._course.to_noise * len(self._sigmas)).long()
         sigma = self._sigmas[times].view(-1, 1, 1, 1)
         noise = torch.randn(latent.shape, generator=self._generator)
         size_of_input = (sigma**2 + 1).sqrt()
@@ -238,8 +245,10 @@ class Training:
             inputs.contiguous(memory_format=torch.channels_last), times, context=prompts
         ).float()
         if self._course.is_of_noise:
-            # An error of the noise is one of the velocity, times the size of the input.
-            return ((answer - noise).square() * size_of_input.square().clamp(max=20)).mean()
+            # Times the size of the input, an error of the noise is one of the velocity. Where
+            # there is next to noise alone, it counts less, or nothing else would be learnt.
+            weight = size_of_input.square().clamp(max=_MOST_WEIGHT)
+            return ((answer - noise).square() * weight).mean()
         return (answer - (noise - sigma * latent) / size_of_input).square().mean()
 
     def save(self) -> None:
@@ -254,8 +263,6 @@ class Training:
         unfinished = self._file.with_suffix(".part")
         torch.save(state, unfinished)
         os.replace(unfinished, self._file)
-        if self._course.weights is not None:
-            save(self.average, self._course.weights)
 
 
 def _optimizers(model: nn.Module, rate: float) -> list[torch.optim.Optimizer]:
@@ -278,7 +285,6 @@ def main() -> None:
     parser.add_argument("name", choices=["stickers", *LAYOUTS])
     parser.add_argument("--minutes", type=float, default=35)
     parser.add_argument("--rate", type=float, default=1e-3, help="learning rate")
-    parser.add_argument("--full-share", type=float, default=0.15, help="of steps at full size")
     arguments = parser.parse_args()
     stop = False
 
@@ -288,7 +294,8 @@ def main() -> None:
 
     signal.signal(signal.SIGTERM, ask_to_stop)
     signal.signal(signal.SIGINT, ask_to_stop)
-    training = Training(course_of(arguments.name), arguments.rate, arguments.full_share)
+    course = course_of(arguments.name)
+    training = Training(course, arguments.rate)
     start = saved = time.monotonic()
     losses: dict[int, list[float]] = defaultdict(list)
     while not stop and time.monotonic() - start < 60 * arguments.minutes:
@@ -303,6 +310,8 @@ def main() -> None:
             training.save()
             saved = time.monotonic()
     training.save()
+    if course.weights is not None:
+        save(training.average, course.weights)
     print(f"saved after {training.steps} steps", flush=True)
 
 

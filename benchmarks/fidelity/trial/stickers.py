@@ -6,7 +6,7 @@ as ``fonts-noto-color-emoji``.
 """
 
 import math
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +23,8 @@ _FONT_SIZE = 109
 
 SMALLEST, LARGEST = 44, 104
 """Sides of stickers in pixels."""
+_SMALL = 128
+"""The side in pixels of a picture with one sticker or two."""
 _WITHOUT_PROMPT = 0.1
 """The share of samples without a prompt, for guidance."""
 
@@ -31,7 +33,7 @@ class Stickers:
     """Random pictures with their prompts.
 
     Args:
-        generator: of random numbers.
+        generator: only its seed is used.
 
     Raises:
         SystemExit: the font is missing.
@@ -59,10 +61,11 @@ def picture(kind: int, clouds: int, side: int, random: np.random.Generator) -> n
     """A picture, ``[3, side, side]`` float32 from 0 to 1."""
     pixels = _clouds(clouds, side, random)
     count = 1 + int(random.random() < 0.45)
-    if side > 128:
-        count = max(1, int(random.poisson(1.6 * side**2 / 128**2)))
+    if side > _SMALL:
+        count = max(1, int(random.poisson(1.6 * side**2 / _SMALL**2)))
     for _ in range(count):
         size = math.exp(random.uniform(math.log(SMALLEST), math.log(LARGEST)))
+        # Few sizes and turns, so that most stickers are drawn once.
         turn, is_mirrored = int(random.integers(-4, 5)) * 6, bool(random.integers(2))
         sticker = _sticker(kind, int(size / 4) * 4, turn, is_mirrored)
         high, wide = sticker.shape[1:]
@@ -80,7 +83,7 @@ def _clouds(colour: int, side: int, random: np.random.Generator) -> np.ndarray:
     hue = 2 * math.pi * colour / CLOUDS + random.normal(scale=0.15)
     axis = np.array([math.cos(hue - 2 * math.pi * index / 3) for index in range(3)])
     light = random.uniform(0.35, 0.7)
-    across, down = np.fft.rfftfreq(side) * 128, np.fft.fftfreq(side)[:, None] * 128
+    across, down = np.fft.rfftfreq(side) * _SMALL, np.fft.fftfreq(side)[:, None] * _SMALL
     radius = np.hypot(down, across)
     radius[0, 0] = np.inf
     shape = (2, *radius.shape)
@@ -92,7 +95,7 @@ def _clouds(colour: int, side: int, random: np.random.Generator) -> np.ndarray:
     return tinted.astype(np.float32)
 
 
-@cache
+@lru_cache(maxsize=500)
 def _sticker(kind: int, size: int, turn: int, is_mirrored: bool) -> np.ndarray:
     """A sticker, ``[4, height, width]`` float32 from 0 to 1; the longer side is ``size``."""
     drawn = _emoji(kind)
