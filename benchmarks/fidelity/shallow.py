@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from tome_nodes.forecasting.steps import log_snr
 
 _SHALLOW = 0.75
-"""The share of the evaluations after the first ``_FIRST`` that is shallow."""
-_FIRST = 4
+"""The share of the evaluations after the fourth that is shallow."""
 
 _KEY = "shallow steps"
 _PATCHES = (
@@ -36,12 +35,16 @@ _PATCHES = (
 def whole_evaluations(count: int) -> Collection[int]:
     """The whole ones of ``count`` evaluations, from 0.
 
-    They are dense at first: each gap is longer than the one before by the same amount.
+    The first quarter is whole, at least three evaluations. From there on, each gap is longer than
+    the one before by the same amount.
     """
-    shallow = round(_SHALLOW * max(0, count - _FIRST))
-    whole = count - shallow
-    growth = 2 * shallow / (whole * (whole - 1)) if whole > 1 else 0.0
-    return {round(index + growth * index * (index - 1) / 2) for index in range(whole)}
+    shallow = round(_SHALLOW * max(0, count - 4))
+    first = min(count, max(3, round(count / 4)))
+    later = count - shallow - first
+    gaps = later + 1
+    growth = shallow / (gaps * (gaps + 1) / 2)
+    places = (index + growth * index * (index + 1) / 2 for index in range(1, gaps))
+    return {*range(first), *(round(first - 1 + place) for place in places)}
 
 
 class Shallow:
