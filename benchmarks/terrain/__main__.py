@@ -89,13 +89,14 @@ def advance(
     """The state after some steps."""
     for step in steps:
         sigma = sigmas[step]
+        place = log_snr(sigma, is_flow=False)
         if step in whole:
             answer, deep = ask(state.x, sigma, None)
-            kept = [*state.kept, (log_snr(sigma, is_flow=False), deep)][-2:]
+            kept = [*state.kept, (place, deep)][-2:]
         else:
             kept = state.kept
             (before, old), (last, new) = kept
-            reach = damping * (log_snr(sigma, is_flow=False) - last) / (last - before)
+            reach = damping * (place - last) / (last - before)
             answer, _ = ask(state.x, sigma, new + (new - old) * reach)
         state = State(method(state, sigma, sigmas[step + 1], answer), sigma, answer, kept)
     return state

@@ -48,7 +48,7 @@ from benchmarks.fidelity.denoiser import (  # noqa: E402
     prompt,
 )
 from benchmarks.fidelity.trial.layouts import LAYOUTS, PHOTOS, Layout  # noqa: E402
-from benchmarks.fidelity.trial.stickers import Stickers  # noqa: E402
+from benchmarks.fidelity.trial.stickers import WITHOUT_PROMPT, Stickers  # noqa: E402
 from benchmarks.fidelity.weights import load, save  # noqa: E402
 from tools.environment import ROOT  # noqa: E402
 
@@ -56,8 +56,6 @@ _SAVE_EVERY = 180
 """Seconds between two saves."""
 _WARM_UP = 50
 """Steps over which the learning rate rises."""
-_WITHOUT_PROMPT = 0.1
-"""The share of samples without a prompt, for guidance."""
 _SIZES = ((32, 8), (64, 4))
 """Sides in tokens of small crops, and how many are in a batch."""
 _MOST_WEIGHT = 20
@@ -93,7 +91,7 @@ class Data:
             ends = [slice(start * scale, start * scale + side) for start in (top, left)]
             pixels.append(self._photos[name, scale][:, ends[0], ends[1]])
             places.append(place(crop, side))
-            is_told = float(torch.rand((), generator=self.generator)) >= _WITHOUT_PROMPT
+            is_told = float(torch.rand((), generator=self.generator)) >= WITHOUT_PROMPT
             prompts.append(prompt(name) if is_told else torch.zeros(CONTEXT_SHAPE))
         return torch.stack(pixels), torch.stack(places), torch.stack(prompts)
 

@@ -25,7 +25,7 @@ SMALLEST, LARGEST = 44, 104
 """Sides of stickers in pixels."""
 _SMALL = 128
 """The side in pixels of a picture with one sticker or two."""
-_WITHOUT_PROMPT = 0.1
+WITHOUT_PROMPT = 0.1
 """The share of samples without a prompt, for guidance."""
 
 
@@ -50,7 +50,7 @@ class Stickers:
         for _ in range(size):
             kind, clouds = int(random.integers(len(KINDS))), int(random.integers(CLOUDS))
             pictures.append(picture(kind, clouds, side * latents.CELL, random))
-            is_told = random.random() >= _WITHOUT_PROMPT
+            is_told = random.random() >= WITHOUT_PROMPT
             prompts.append(prompt(kind, clouds) if is_told else torch.zeros(PROMPT_SHAPE))
         pixels = torch.from_numpy(np.stack(pictures))
         nowhere = torch.empty(size, 0, side, side)
