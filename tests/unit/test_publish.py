@@ -196,6 +196,6 @@ def test_a_clone_of_this_folder_is_the_pack_and_little_to_load(tmp_path):
     command = ["git", "clone", "--depth", "1", ROOT.as_uri(), str(pack)]
     subprocess.run(command, check=True, capture_output=True)
     assert {"__init__.py", "dev.py", "pyproject.toml"} <= {file.name for file in pack.iterdir()}
-    # What git keeps of the one version.
+    # What git keeps of the one version. Some 24 MB of it are weights of the networks that judge.
     packed = sum(file.stat().st_size for file in (pack / ".git").rglob("*") if file.is_file())
-    assert packed < 20_000_000
+    assert packed < 30_000_000
