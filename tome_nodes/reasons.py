@@ -56,7 +56,7 @@ ALL_OFF = "merge_attn, merge_crossattn and merge_mlp are all off; switch one on"
 
 ATTENTION_OFF = "merge_attn is off, and nothing else merges in models of this kind; switch it on"
 
-NO_MEMORY = "the device has no memory left for merging; take a smaller picture or batch"
+NO_MEMORY = "the device has no memory left for ToMe; take a smaller picture or batch"
 
 NO_MORE_GRAPHS = (
     "torch.compile has made as many graphs of this model as it may, so other sizes run uncompiled; "
@@ -92,7 +92,7 @@ LITTLE_ATTENTION = "little of this model's time is in self-attention; preset fas
 NO_RATIO = "the ratio is 0 at every step that could merge; raise it"
 
 FORECAST_GRADIENTS = (
-    "gradients are computed, which a forecast has none of; nothing needs to be done"
+    "gradients are computed, which a skipped step has none of; nothing needs to be done"
 )
 
 EDIT = (
@@ -113,6 +113,11 @@ FORECAST_PERCENTS = (
 CHANGES = (
     "prompts, guidance, control or the model change, or something else leaves out steps, so often "
     "that no two steps in a row tell the next; leave ToMe out"
+)
+
+NEVER_SHALLOW = (
+    "prompts, guidance, control or the model change in every step, or the sampler does not say how "
+    "often it runs the model; take another sampler, or leave ToMe out"
 )
 
 TURNS = (
@@ -264,6 +269,11 @@ def too_short(count: int, least: int, skipped: int = 0) -> str:
     if least - skipped < count:
         return f"{why}; {take_steps(least, skipped)}"
     return f"{why}; {LEAVE_OUT if count == 1 else _FEWER}"
+
+
+def too_short_for_shallow(count: int, least: int) -> str:
+    """For a run of ``count`` steps where shallow ones need ``least``."""
+    return f"a run of {count} is too short, shallow steps need {least}; {_FEWER}"
 
 
 def take_steps(count: int, skipped: int) -> str:

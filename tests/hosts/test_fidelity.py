@@ -90,7 +90,7 @@ def test_a_judge_without_weights_names_the_command_that_trains_it(monkeypatch, t
 def test_a_stopped_training_goes_on_and_its_average_paints(monkeypatch, tmp_path):
     monkeypatch.setattr(layouts, "ROOT", tmp_path)
     monkeypatch.setattr(denoiser, "SIDE", 32)
-    course = replace(course_of("sdxl"), full_share=0.0)
+    course = replace(course_of("sd15"), full_share=0.0)
     first = Training(course, rate=1e-3)
     first.step()
     first.save()
@@ -98,8 +98,8 @@ def test_a_stopped_training_goes_on_and_its_average_paints(monkeypatch, tmp_path
     assert again.steps == 1
     for name, weight in first.model.state_dict().items():
         assert torch.equal(weight, again.model.state_dict()[name])
-    judge = judges.BENCHES["trial_sdxl"].make(2)
-    assert judge.expected.shape == (3, 3, 64, 64)
+    judge = judges.BENCHES["trial_sd15"].make(2)
+    assert judge.expected.shape == (3, 3, 32, 32)
 
 
 def test_weights_are_kept_to_half_a_step(tmp_path):

@@ -365,12 +365,12 @@ def test_a_run_of_a_picture_is_forecast_and_a_second_run_begins_anew(flux):
 def test_a_unet_in_which_merging_saves_next_to_nothing_is_forecast_in_long_runs(
     models, log_messages, options, expected
 ):
-    sdxl, tiny = models("sdxl"), KINDS["sdxl"]
+    sd15, tiny = models("sd15"), KINDS["sd15"]
     options = {"steps": 20, "scheduler": "normal", **options}
     config = ToMeConfig(**settings_of(options.pop("preset", "balanced"), {}))
-    given, answers = seen(sdxl)
+    given, answers = seen(sd15)
     result = sample(attach(given, config), tiny, (8, 8), cfg=1.0, **options)
-    plain = sample(sdxl, tiny, (8, 8), cfg=1.0, **options)
+    plain = sample(sd15, tiny, (8, 8), cfg=1.0, **options)
     is_forecast = expected.startswith("forecast")
     assert torch.equal(result, plain) != is_forecast
     assert (len(answers) < options["steps"]) == is_forecast

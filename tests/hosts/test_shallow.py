@@ -1,107 +1,405 @@
-"""The trial of shallow steps: with its own deep features, a shallow evaluation is the whole one."""
+"""Shallow steps of UNets: the outermost blocks run on the true latent, the others go on."""
 
+import copy
+import gc
+import weakref
+from functools import partial
+
+import comfy.model_management
 import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
 from common import relative_error
 from compatibility import table
-from compatibility.neighbours import BY_NAME
+from compatibility.neighbours import ALL, BY_NAME
 from compatibility.table import alone, model_of
-from host import fast, overridden
-from models.comfyui import UNETS, sample
+from host import compiled, fast, no_free_memory, overridden, preset
+from models.comfyui import UNETS, conditioning, sample
+from test_kjnodes_compile import Compiled, Graphs
 
-from benchmarks.fidelity.shallow import Call, Shallow, whole_evaluations
-from tome_nodes.comfyui.attachment import attach
-
-pytestmark = pytest.mark.newest_only
+from tome_nodes import reasons
+from tome_nodes.comfyui import shallow_part
+from tome_nodes.comfyui.attachment import attach, last_run
+from tome_nodes.comfyui.merging_part import MergingPart
+from tome_nodes.comfyui.models.unet import deep_layers
+from tome_nodes.comfyui.shallow_call import shallow_control, shallow_options
+from tome_nodes.comfyui.shallow_part import ShallowPart
+from tome_nodes.patching.model_run import ModelRun
+from tome_nodes.report.pages import in_words
+from tome_nodes.settings.config import ToMeConfig
+from tome_nodes.skipping.features import Features
+from tome_nodes.skipping.plan import FIRST, whole_evaluations
 
 SIZE = 32, 32
+CACHES = "EasyCache", "LazyCache"
+MEETS = [each.name for each in ALL if not each.is_slow and each.name not in CACHES]
+"""The other nodes beside which steps are shallow."""
+PLANNED = {*range(20)} - whole_evaluations(0.6, 20)
 
 
-def checked(model, cut):
-    """The model, whose evaluations are whole and then shallow; and how much these two differ."""
-    gaps = []
-
-    def evaluate(executor, x, t, context, y, control, options, **others):
-        def run(given):
-            copied = control and {name: [*added] for name, added in control.items()}
-            call = Call(executor.class_obj, cut, options, given)
-            with call.installed():
-                own = call.control(copied)
-                return call, executor(x, t, context, y, own, call.options, **others)
-
-        whole, answer = run(None)
-        shallow, again = run(whole.came)
-        assert shallow.came is None
-        gaps.append(relative_error(again, answer))
-        return answer
-
-    clone = model.clone()
-    clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "checked", evaluate)
-    return clone, gaps
+def run(model, steps=20, kind="sdxl", **options):
+    return sample(model, UNETS[kind], SIZE, steps=steps, **{"cfg": 4.0, **options})
 
 
-@pytest.mark.parametrize(
-    ("kind", "cut"), [("sd15", 0), ("sdxl", 0), ("sdxl", 1), ("sdxl_refiner", 1), ("sd2", 0)]
-)
+def shallow_of(patched):
+    return last_run(patched).counts.shallow_steps
+
+
+@pytest.fixture
+def sdxl(models):
+    return models("sdxl")
+
+
+@pytest.fixture
+def gaps(monkeypatch):
+    """Runs every evaluation whole, and again as a shallow one with its own deep features.
+
+    The gaps are the relative errors of the second answers.
+    """
+    found, seen = [], []
+    evaluate, watched = MergingPart.evaluate, ModelRun.evaluate_watched
+
+    def noted(self, model, shape, conditions, t, options, call):
+        seen.append((conditions["control"], options))
+        return evaluate(self, model, shape, conditions, t, options, call)
+
+    def twice(self, call, request, deep):
+        answer, came = watched(self, call, request, deep)
+        control, options = seen[-1]
+        blocks = len(self.model.model.output_blocks)
+        own = partial(call, shallow_options(options, blocks), shallow_control(control, blocks))
+        other = self.evaluate_shallow(own, request.step, deep, came.clone())
+        found.append(relative_error(other, answer))
+        return answer, came
+
+    monkeypatch.setattr(MergingPart, "evaluate", noted)
+    monkeypatch.setattr(ModelRun, "evaluate_watched", twice)
+    monkeypatch.setattr(Features, "at", lambda *_: None)
+    # Neighbours are met in runs that are short.
+    monkeypatch.setattr(shallow_part, "LEAST", 1)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["sdxl", "sdxl_refiner"])
 @pytest.mark.parametrize("merges", [True, False])
 def test_with_its_own_deep_features_a_shallow_evaluation_is_the_whole_one(
-    models, kind, cut, merges
+    models, gaps, kind, merges
 ):
+    config = fast() if merges else ToMeConfig(ratio=0.6, forecast=True, merge_attn=False)
     model = models(kind)
-    patched, gaps = checked(attach(model, fast(forecast=False)) if merges else model, cut)
-    result = sample(patched, UNETS[kind], SIZE, steps=2)
-    assert gaps == [0.0, 0.0]
+    result = run(attach(model, config), 5, kind)
+    assert gaps == [0.0] * len(gaps) and len(gaps) >= 5
     if not merges:
-        assert torch.equal(result, sample(model, UNETS[kind], SIZE, steps=2))
+        assert torch.equal(result, run(model, 5, kind))
     assert overridden(model) == []
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("FreeU_V2", "PatchModelAddDownscale", "ControlNetApplyAdvanced", "IPAdapter"),
-        *("ConditioningSetArea", "ContextWindowsManual", "PerturbedAttentionGuidance"),
-    ],
-)
-def test_that_holds_beside_other_nodes(name):
-    """What they do to the deep blocks is in the features, and to the outer ones it is done once."""
+@pytest.mark.parametrize("name", MEETS)
+def test_that_holds_beside_other_nodes(gaps, name):
+    """Those that change sizes or add to the deep blocks, too: all of that is in the features."""
     neighbour = BY_NAME[name]
-    assert isinstance(alone("sd15", neighbour), torch.Tensor)
-    patched, gaps = checked(neighbour.patch(model_of("sd15"), "sd15"), 0)
-    table.run(neighbour, patched, "sd15")
-    assert gaps and max(gaps) < 1e-6
-    # Each of several calls with one condition has features of its own.
-    shallow = Shallow(plan=lambda count: range(2))
-    table.run(neighbour, shallow.patch(neighbour.patch(model_of("sd15"), "sd15")), "sd15")
-    assert shallow.shallow == shallow.whole > 0
+    if isinstance(why := alone("sdxl", neighbour), str):
+        pytest.skip(why)
+    table.run(neighbour, neighbour.patch(attach(model_of("sdxl"), fast()), "sdxl"), "sdxl")
+    assert gaps
+    assert max(gaps) < 1e-5
 
 
-def test_the_planned_steps_are_shallow(sd15):
-    ran = []
-    hook = (
-        sd15.model.diffusion_model.middle_block[0]
-        .in_layers[-1]
-        .register_forward_hook(lambda *_: ran.append(1))
-    )
-    shallow = Shallow()
-    result = sample(shallow.patch(sd15), UNETS["sd15"], SIZE, steps=20)
-    hook.remove()
-    assert (shallow.whole, shallow.shallow, len(ran)) == (2 * 8, 2 * 12, 8)
-    assert 0 < relative_error(result, sample(sd15, UNETS["sd15"], SIZE, steps=20)) < 0.5
-    assert overridden(sd15) == []
+@pytest.mark.parametrize("name", MEETS)
+def test_kept_features_go_on_beside_other_nodes(monkeypatch, name):
+    neighbour = BY_NAME[name]
+    if isinstance(why := alone("sdxl", neighbour), str):
+        pytest.skip(why)
+    monkeypatch.setattr(shallow_part, "LEAST", 1)
+    monkeypatch.setattr(shallow_part, "whole_evaluations", lambda ratio, count: range(FIRST))
+    patched = neighbour.patch(attach(model_of("sdxl"), fast()), "sdxl")
+    assert table.run(neighbour, patched, "sdxl").isfinite().all()
+
+
+@pytest.mark.parametrize("sampler", ["euler", "dpmpp_2m_sde"])
+def test_the_planned_steps_are_shallow_and_said_to_be(sdxl, log_messages, sampler):
+    patched = attach(sdxl, fast())
+    result = run(patched, sampler=sampler)
+    assert shallow_of(patched) == PLANNED
+    assert ", shallow 11/20 steps, " in log_messages()[-1]
+    assert "shallow in 11 of 20 steps" in in_words(last_run(patched))[0]
+    assert torch.equal(run(patched, sampler=sampler), result)
+    assert 0 < relative_error(result, run(sdxl, sampler=sampler)) < 1
+    assert overridden(sdxl) == []
+
+
+def test_only_the_outermost_blocks_run_in_a_shallow_step(sdxl):
+    network, hooks = sdxl.model.diffusion_model, []
+    last = len(network.output_blocks) - 1
+    names = "input_blocks.0.0", "input_blocks.1.0", "middle_block.1"
+    names += f"output_blocks.{last - 1}.0", f"output_blocks.{last}.0"
+    ran = dict.fromkeys(names, 0)
+    for name in ran:
+
+        def count(*_, name=name):
+            ran[name] += 1
+
+        # Below a layer whose forward is replaced, as its own hooks still run.
+        layer = [*network.get_submodule(name).modules()][-1]
+        hooks.append(layer.register_forward_hook(count))
+    run(attach(sdxl, fast()))
+    for hook in hooks:
+        hook.remove()
+    assert [*ran.values()] == [20, 9, 9, 9, 20]
+
+
+def test_a_unet_whose_last_block_has_attention_is_forecast_instead(models):
+    sd15 = models("sd15")
+    assert deep_layers(sd15.model.diffusion_model) == []
+    patched = attach(sd15, fast())
+    run(patched, kind="sd15")
+    assert not shallow_of(patched) and last_run(patched).counts.forecast_steps
+
+
+def test_a_call_whose_conditions_are_evaluated_apart_is_the_same(sdxl, monkeypatch):
+    together = run(attach(sdxl, fast()))
+    monkeypatch.setattr(comfy.model_management, "get_free_memory", no_free_memory)
+    assert relative_error(run(attach(sdxl, fast())), together) < 1e-5
+
+
+def test_two_prompts_of_a_size_keep_their_own_features(sdxl):
+    tiny = UNETS["sdxl"]
+    prompts = [*conditioning(tiny, 5), *conditioning(tiny, 7)]
+    results = [
+        run(attach(sdxl, fast()), prompts=[each, conditioning(tiny, 6)])
+        for each in (prompts, prompts[::-1])
+    ]
+    assert relative_error(*results) < 1e-5
+
+
+def test_a_prompt_that_changes_in_the_middle_makes_the_next_step_whole(sdxl):
+    tiny = UNETS["sdxl"]
+    (first,), (second,) = conditioning(tiny, 5), conditioning(tiny, 7)
+    parts = [
+        [first[0], first[1] | {"start_percent": 0.0, "end_percent": 0.5}],
+        [second[0], second[1] | {"start_percent": 0.5, "end_percent": 1.0}],
+    ]
+    patched = attach(sdxl, fast())
+    assert run(patched, prompts=[parts, conditioning(tiny, 6)]).isfinite().all()
+    assert shallow_of(patched) < PLANNED
+    assert len(PLANNED - shallow_of(patched)) == 1
+
+
+ERRORS = [RuntimeError, comfy.model_management.InterruptProcessingException, KeyboardInterrupt]
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_an_error_in_a_shallow_step_leaves_nothing(sdxl, error):
+    patched = attach(sdxl, fast())
+    expected = run(patched)
+    calls = []
+
+    def fail(*_):
+        calls.append(1)
+        if len(calls) == 6:
+            raise error("on purpose")
+
+    hook = sdxl.model.diffusion_model.output_blocks[-1][0].register_forward_hook(fail)
+    with hook, pytest.raises(error, match="on purpose"):
+        run(patched)
+    assert overridden(sdxl) == []
+    assert torch.equal(run(patched), expected)
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_beside_a_cache_that_skips_steps_all_are_whole(name):
+    neighbour = BY_NAME[name]
+    if isinstance(why := alone("sdxl", neighbour), str):
+        pytest.skip(why)
+    patched = neighbour.patch(attach(model_of("sdxl"), fast()), "sdxl")
+    run(patched, 6)
+    assert not shallow_of(patched)
+    assert last_run(patched).unshallow == reasons.CACHE
+
+
+def with_wrapper(model, wrapper):
+    """The model, whose UNet is called by a wrapper of another node."""
+    clone = model.clone()
+    clone.set_model_unet_function_wrapper(wrapper)
+    return clone
+
+
+def test_a_node_that_calls_the_model_for_each_prompt_with_the_options_of_both(sdxl):
+    def apart(apply_model, given):
+        x, t, kinds = given["input"], given["timestep"], given["cond_or_uncond"]
+        parts = []
+        for index in range(len(kinds)):
+            own = {
+                name: value.chunk(len(kinds))[index] if isinstance(value, torch.Tensor) else value
+                for name, value in given["c"].items()
+            }
+            parts.append(apply_model(x.chunk(len(kinds))[index], t.chunk(len(kinds))[index], **own))
+        return torch.cat(parts)
+
+    patched = with_wrapper(attach(sdxl, fast()), apart)
+    whole = with_wrapper(attach(sdxl, fast(forecast=False)), apart)
+    assert torch.equal(run(patched, 8), run(whole, 8))
+
+
+def test_a_unet_that_runs_twice_in_a_call_runs_whole(sdxl):
+    def twice(executor, x, t, context, y, *args, **kwargs):
+        executor(x[:1], t[:1], context[:1], y[:1], *args, **kwargs)
+        return executor(x, t, context, y, *args, **kwargs)
+
+    def with_twice(config):
+        clone = attach(sdxl, config)
+        clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "twice", twice)
+        return clone
+
+    whole = run(with_twice(fast(forecast=False)), 8)
+    assert torch.equal(run(with_twice(fast()), 8), whole)
+
+
+def test_an_evaluation_within_an_evaluation_leaves_nothing(sdxl):
+    """A patch of another node calls the model again."""
+    calls = []
+
+    def again(h, options):
+        if options["block"] == ("input", 0) and not calls:
+            calls.append(1)
+            inner = {name: value for name, value in options.items() if name != "patches"}
+            x, t = torch.zeros(2, 4, *SIZE), torch.ones(2)
+            network = sdxl.model.diffusion_model
+            text = conditioning(UNETS["sdxl"], 5)[0][0].expand(2, -1, -1)
+            y = torch.zeros(2, network.label_emb[0][0].in_features)
+            network(x, t, text, y, None, inner)
+            calls.clear()
+        return h
+
+    patched = attach(sdxl, fast())
+    expected = run(patched, 8)
+    nested = patched.clone()
+    nested.set_model_input_block_patch(again)
+    assert run(nested, 8).isfinite().all()
+    assert overridden(sdxl) == []
+    assert torch.equal(run(patched, 8), expected)
+
+
+def test_options_that_hold_a_run_may_be_copied(sdxl):
+    def copied(apply_model, given):
+        own = copy.deepcopy(given["c"].pop("transformer_options"))
+        return apply_model(given["input"], given["timestep"], transformer_options=own, **given["c"])
+
+    patched = attach(sdxl, fast())
+    expected = run(patched, 8)
+    assert torch.equal(run(with_wrapper(patched, copied), 8), expected)
+
+
+def test_without_memory_for_features_the_run_goes_on_whole(sdxl, monkeypatch, log_messages):
+    def full(*_):
+        raise torch.OutOfMemoryError("no room")
+
+    whole = run(attach(sdxl, fast(forecast=False)))
+    monkeypatch.setattr(ShallowPart, "keep", full)
+    patched = attach(sdxl, fast())
+    assert torch.equal(run(patched), whole)
+    assert not shallow_of(patched)
+    assert last_run(patched).unshallow == reasons.NO_MEMORY
+    said = [line for line in log_messages() if "goes on without shallow steps" in line]
+    assert len(said) == 1
+
+
+def test_without_memory_in_a_shallow_step_the_run_goes_on_whole(sdxl, monkeypatch):
+    calls = []
+    evaluate = ModelRun.evaluate_shallow
+
+    def full(self, *args):
+        calls.append(1)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("no room")
+        return evaluate(self, *args)
+
+    monkeypatch.setattr(ModelRun, "evaluate_shallow", full)
+    patched = attach(sdxl, fast())
+    assert run(patched).isfinite().all()
+    assert (len(calls), len(shallow_of(patched))) == (2, 1)
+    assert overridden(sdxl) == []
+
+
+def test_nothing_is_kept_of_a_run(sdxl, monkeypatch):
+    kept = []
+    keep = Features.keep
+
+    def kept_too(self, keys, place, features):
+        kept.append(weakref.ref(features))
+        keep(self, keys, place, features)
+
+    monkeypatch.setattr(Features, "keep", kept_too)
+    run(attach(sdxl, fast()))
+    gc.collect()
+    assert len(kept) == 9 and not any(each() is not None for each in kept)
 
 
 @pytest.mark.parametrize(
-    ("count", "whole"),
+    ("sampler", "evaluations"), [("heun", 2), ("dpm_2", 2), ("dpmpp_sde", 2), ("lcm", 1)]
+)
+def test_evaluations_are_counted_whatever_the_sampler(sdxl, sampler, evaluations):
+    answers = []
+    patched = attach(sdxl, fast())
+
+    def wrapper(executor, *args, **kwargs):
+        answers.append(1)
+        return executor(*args, **kwargs)
+
+    patched.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "count", wrapper)
+    whole = []
+    hook = (
+        sdxl.model.diffusion_model.middle_block[0]
+        .in_layers[0]
+        .register_forward_hook(lambda *_: whole.append(1))
+    )
+    with hook:
+        assert run(patched, 10, sampler=sampler).isfinite().all()
+    assert len(answers) in (10 * evaluations, 10 * evaluations - 1)
+    assert len(whole) == len(whole_evaluations(0.6, 10 * evaluations))
+
+
+@pytest.mark.parametrize("name", ["balanced", "fast"])
+def test_more_ratio_is_less_work(sdxl, name):
+    numbers = []
+    for ratio in (0.0, 0.1, 0.3, 0.6, 0.95):
+        patched = attach(sdxl, preset(name, ratio=ratio))
+        result = run(patched)
+        numbers.append(0 if ratio == 0 else len(shallow_of(patched)))
+        if ratio == 0:
+            assert torch.equal(result, run(sdxl))
+    assert numbers == sorted(numbers) and numbers[-1] == 16
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
     [
-        (4, [0, 1, 2, 3]),
-        (8, [0, 1, 2, 4, 6]),
-        (12, [0, 1, 2, 4, 6, 9]),
-        (20, [0, 1, 2, 3, 4, 6, 10, 14]),
-        (21, [0, 1, 2, 3, 4, 6, 10, 15]),
-        (40, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 19, 28]),
+        ({"steps": 4}, reasons.too_short_for_shallow(4, 5)),
+        ({"steps": 20, "end_percent": 0.0}, None),
     ],
 )
-def test_whole_steps_are_dense_at_first(count, whole):
-    assert sorted(whole_evaluations(count)) == whole
+def test_why_no_step_is_shallow(sdxl, options, why):
+    options = dict(options)
+    steps = options.pop("steps")
+    patched = attach(sdxl, fast(**options))
+    run(patched, steps)
+    assert not shallow_of(patched)
+    assert last_run(patched).unshallow == (why or reasons.percents(0.0, 0.0, 0.0))
+
+
+@pytest.mark.newest_only
+@pytest.mark.parametrize("node", ["the host's", "KJNodes'"])
+def test_a_compiled_model_has_a_graph_for_whole_steps_and_one_for_shallow_steps(
+    sdxl, fresh_compiler, node
+):
+    config, graphs = fast(), Graphs()
+    plain, expected = run(sdxl, 8), run(attach(sdxl, config), 8)
+    if node == "the host's":
+        model = compiled(sdxl.clone(), backend=graphs)
+    else:
+        model = Compiled(graphs).patch(sdxl)
+    patched = attach(model, config)
+    for each, wanted in (patched, expected), (model, plain), (patched, expected), (model, plain):
+        assert relative_error(run(each, 8), wanted) < 1e-5
+    assert len(shallow_of(patched)) == 3
+    assert graphs.frame_count == 3

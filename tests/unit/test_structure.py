@@ -17,11 +17,12 @@ LAYERS = {
     "reasons": set(),
     "ops": set(),
     "forecasting": {"reasons"},
+    "skipping": set(),
     "strategies": {"settings", "ops"},
     "patching": _MERGING - {"patching"},
     "tuning": {"settings", "patching"},
     "report": {*_MERGING, "tuning"},
-    "comfyui": {*_MERGING, "forecasting", "report", "tuning"},
+    "comfyui": {*_MERGING, "forecasting", "report", "skipping", "tuning"},
     "pytorch": {*_MERGING, "forecasting", "report"},
     "__init__": {"pytorch"},
 }

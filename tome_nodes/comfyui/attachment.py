@@ -1,9 +1,9 @@
 """Attach the pack to a ComfyUI model, and take it off again.
 
-A patched model is a clone with wrappers under our key. In a UNet, tokens merge and steps are
-forecast; in any other model, steps are forecast unless the settings say to merge. Weights, patch
-lists and the source model are not touched, so LoRA, saving, model merging and other nodes' patches
-work as before.
+A patched model is a clone with wrappers under our key. In a UNet, tokens merge, and steps are
+shallow or forecast; in any other model, steps are forecast unless the settings say to merge.
+Weights, patch lists and the source model are not touched, so LoRA, saving, model merging and other
+nodes' patches work as before.
 """
 
 import logging
@@ -27,8 +27,10 @@ from .forecast_part import ForecastPart, function_of
 from .merging_part import MergingPart, apply_model
 from .model_report import guarded
 from .models import check_forecasts, is_of_video, is_unet, record_of
+from .models.unet import deep_layers
 from .neighbours import KEY
 from .sampling_run import SamplingRun
+from .shallow_part import ShallowPart
 from .step_count import StepCount
 
 # Not ``__name__``: ComfyUI names the package after its folder.
@@ -192,14 +194,19 @@ class _Attachment:
         """A sampling run with some arguments of ``CFGGuider.outer_sample``."""
         config, schedule = self.config, given["sigmas"].tolist()
         sampler = function_of(given["sampler"])
-        may_forecast = self._may_forecast(guider)
+        may_skip = self._may_skip(guider)
+        is_shallow = self.merges and may_skip and bool(deep_layers(_network(guider.model_patcher)))
+        may_forecast = may_skip and not is_shallow
         is_short = config.leaves_short_runs and len(schedule) - 1 < LONG_ON_UNET
-        is_idle = self.merges and is_short
+        is_idle = self.merges and may_forecast and is_short
         steps = StepCount(schedule, sampler, reads_levels=may_forecast and not is_idle)
         merging = forecasting = None
+        shallow = ShallowPart(config, guider, sampler, steps) if is_shallow else None
         if self.merges:
             with_details = self.wants_details is not None and self.wants_details()
-            merging = MergingPart(config, self.make_strategy, self.on_step, with_details, steps)
+            merging = MergingPart(
+                *(config, self.make_strategy, self.on_step, with_details, steps, shallow)
+            )
         if may_forecast:
             forecasting = ForecastPart(
                 *(config, guider, sampler, steps),
@@ -210,10 +217,10 @@ class _Attachment:
             )
         if is_idle:
             return SamplingRun(steps, None, merging, idle=forecasting)
-        return SamplingRun(steps, forecasting, merging)
+        return SamplingRun(steps, forecasting, merging, shallow)
 
-    def _may_forecast(self, guider: Any) -> bool:
-        """Whether the settings and the model allow forecasts of a run."""
+    def _may_skip(self, guider: Any) -> bool:
+        """Whether the settings and the model allow forecasts or shallow steps in a run."""
         if not self.merges:
             return True
         return (

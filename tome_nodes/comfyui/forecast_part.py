@@ -86,6 +86,10 @@ class ForecastPart:
             self._instead = samplers_instead(self._levels, sampler, is_unet)
         self._reason = self._obstacle_before(sampler)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ForecastPart":
+        # Another node may copy the transformer options, whose wrappers hold this.
+        return self
+
     @property
     def reason(self) -> str | None:
         """Why nothing was forecast; None if something was."""

@@ -16,9 +16,10 @@ from comfy.patcher_extension import WrapperExecutor
 from torch import Tensor, nn
 
 from .. import reasons
+from ..patching.deep_blocks import DeepBlocks
 from ..patching.engine import MakeStrategy
 from ..patching.model import uncompiled
-from ..patching.model_run import ModelRun, Request
+from ..patching.model_run import ModelRun, Request, why_stopped
 from ..patching.schedule import MergingStep, is_active, progress_at
 from ..report.run_record import RunRecord
 from ..settings.config import ToMeConfig
@@ -27,8 +28,10 @@ from . import comfy_compiler, host_checks, neighbours
 from .model_report import ModelReport
 from .models import record_of
 from .models.base import ComfyRecord
-from .models.unet import has_patches
+from .models.unet import deep_layers, has_patches
 from .neighbours import KEY
+from .shallow_call import shallow_control, shallow_options
+from .shallow_part import ShallowPart
 from .step_count import StepCount
 
 # Not ``__name__``: ComfyUI names the package after its folder.
@@ -48,14 +51,21 @@ def apply_model(
 ) -> Tensor:
     """Wrap one model evaluation."""
     options = {} if transformer_options is None else transformer_options
-    call = partial(executor, x, t, c_concat, c_crossattn, control, options, *args, **kwargs)
+
+    def call(given: dict[str, Any] = options, added: Any = control) -> Tensor:
+        answer: Tensor = executor(
+            x, t, c_concat, c_crossattn, _copied(added), given, *args, **kwargs
+        )
+        return answer
+
     merging: MergingPart | None = options.get(KEY)
     if merging is None:
         return call()
     # With sound, the latent is the first of what is packed into ``x``.
     packed = kwargs.get("latent_shapes")
     shape = packed[0] if packed else x.shape
-    return merging.evaluate(executor.class_obj, shape, kwargs, t, options, call)
+    conditions = kwargs | {"control": control}
+    return merging.evaluate(executor.class_obj, shape, conditions, t, options, call)
 
 
 class MergingPart:
@@ -68,18 +78,22 @@ class MergingPart:
         on_step: Callable[[str], None] | None,
         with_details: bool,
         steps: StepCount,
+        shallow: ShallowPart | None = None,
     ):
         """Prepare a run whose steps are counted by ``steps``.
 
-        ``on_step`` is called once in every step with a short text on what was merged;
-        ``with_details`` is whether to record the run in detail.
+        ``shallow`` says which evaluations are shallow; None if none is. ``on_step`` is called once
+        in every step with a short text on what was done; ``with_details`` is whether to record the
+        run in detail.
         """
         self._config = config
         self._make_strategy = make_strategy
         self._on_step = on_step
         self._with_details = with_details
         self._steps = steps
+        self._shallow = shallow
         self._known: dict[nn.Module, tuple[ComfyRecord, ModelRun] | None] = {}
+        self._deep: dict[nn.Module, DeepBlocks] = {}
         self._reports: dict[type, tuple[ModelReport, ModelRun, Any]] = {}
         # Whether merging is on in a part of the run only.
         self._has_span = config.start_percent > 0 or config.end_percent < 1
@@ -106,13 +120,14 @@ class MergingPart:
         conditions: Mapping[str, Any],
         t: Tensor,
         options: dict[str, Any],
-        call: Callable[[], Tensor],
+        call: Callable[..., Tensor],
     ) -> Tensor:
-        """Evaluate a BaseModel of ComfyUI by ``call``, merging tokens.
+        """Evaluate a BaseModel of ComfyUI by ``call``, merging tokens or shallowly.
 
         ``shape`` is that of the latent, or of its part that is evaluated, ``conditions`` are the
         arguments of the model by name besides the latent, ``t`` is the noise levels of the samples,
-        and ``options`` are the transformer options.
+        and ``options`` are the transformer options. ``call`` may be given other options and another
+        control.
         """
         network = uncompiled(model.diffusion_model)
         must_read = self._has_span or not self._steps.is_counted
@@ -132,6 +147,27 @@ class MergingPart:
             obstacle = reasons.RECOMPUTED
         grid, dtype = record.grid(network, shape), model.get_dtype_inference()
         request = Request(step, grid, t.device, dtype, obstacle, has_patches(options))
+        shallow, deep = self._shallow, self._deep.get(network)
+        if shallow is None or deep is None:
+            return run.evaluate(call, request)
+        keys = shallow.keys_of(options, shape, t.device)
+        if keys is None:
+            return run.evaluate(call, request)
+        try:
+            given, blocks = shallow.given(keys), len(network.output_blocks)
+            if given is not None:
+                control = shallow_control(conditions["control"], blocks)
+                own = partial(call, shallow_options(options, blocks), control)
+                return run.evaluate_shallow(own, step, deep, given)
+            answer, came = run.evaluate_watched(call, request, deep)
+            shallow.keep(keys, came)
+            return answer
+        except Exception as error:
+            if (why := why_stopped(error)) is None:
+                raise
+            given = came = None
+        # Not in the except block, where the traceback keeps the tensors of the evaluation.
+        shallow.stop(why)
         return run.evaluate(call, request)
 
     def _met(
@@ -169,6 +205,8 @@ class MergingPart:
         config = record.in_effect(self._config)
         run = ModelRun(config, record, network, self._make_strategy, report)
         self._reports.setdefault(kind, (report, run, model))
+        if self._shallow is not None and (layers := deep_layers(network)):
+            self._deep[network] = DeepBlocks(layers)
         return record, run
 
     def _step(self, model: Any, device: torch.device, level: float | None) -> MergingStep:
@@ -190,6 +228,13 @@ class MergingPart:
             report.finish(run, model, self._steps, others, forecast_steps)
             for report, run, model in self._reports.values()
         ]
+
+
+def _copied(control: Any) -> Any:
+    """What a ControlNet adds, for one call: the model takes it out of the lists."""
+    if not isinstance(control, dict):
+        return control
+    return {name: [*added] if isinstance(added, list) else added for name, added in control.items()}
 
 
 def noise_level(t: Tensor) -> float:

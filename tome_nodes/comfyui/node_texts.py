@@ -121,7 +121,7 @@ REPORT = Caption(
     id="ToMeReport",
     name="ToMe Report",
     text="Shows what ToMe did in a sampling run: which parts of the picture were merged or which "
-    "steps were forecast, how long it took, and what to change where it gained nothing.",
+    "steps were skipped, how long it took, and what to change where it gained nothing.",
     inputs=(
         Slot("model", "The model that the sampler got, from ToMe Patch Model.", "MODEL"),
         Slot("samples", "What the sampler made; the report is made after it.", "LATENT"),

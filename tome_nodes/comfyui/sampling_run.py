@@ -1,8 +1,8 @@
 """One sampling run of a patched model in ComfyUI.
 
-It has two parts that do not know each other. In each step, the forecasting part is asked for the
-answer. If it has none, the model runs, the merging part merges its tokens, and the forecasting part
-sees the answer. A run may have only one of the two.
+In each step, the forecasting part is asked for the answer. If it has none, the model runs, the
+merging part merges its tokens, and the forecasting part sees the answer. In a UNet that may run
+shallowly, the shallow part takes the place of the forecasting part. A run may have only one part.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,6 +14,7 @@ from ..report.run_record import RunRecord
 from .forecast_part import ForecastPart
 from .merging_part import MergingPart
 from .model_report import warn
+from .shallow_part import ShallowPart
 from .step_count import StepCount
 
 
@@ -29,6 +30,7 @@ class SamplingRun:
         steps: StepCount,
         forecasting: ForecastPart | None,
         merging: MergingPart | None,
+        shallow: ShallowPart | None = None,
         idle: ForecastPart | None = None,
     ):
         """Prepare a run.
@@ -39,6 +41,7 @@ class SamplingRun:
         self.steps = steps
         self._forecasting = forecasting
         self._merging = merging
+        self._shallow = shallow
         self._idle = idle
 
     @contextmanager
@@ -49,6 +52,8 @@ class SamplingRun:
                 parts.enter_context(self._merging.installed(model_options))
             if self._forecasting is not None:
                 parts.enter_context(self._forecasting.installed())
+            if self._shallow is not None:
+                parts.enter_context(self._shallow.installed())
             yield
 
     def finish(self) -> list[RunRecord]:
@@ -60,6 +65,12 @@ class SamplingRun:
         try:
             if merging is None:
                 return [] if forecasting is None else forecasting.finish()
+            if self._shallow is not None:
+                why = self._shallow.reason
+                return [
+                    replace(record, unshallow=None if record.counts.shallow_steps else why)
+                    for record in merging.finish()
+                ]
             if forecasting is None:
                 remedy = None if self._idle is None else self._idle.remedy
                 return [replace(record, remedy=remedy) for record in merging.finish()]

@@ -106,6 +106,7 @@ class Result:
         outcomes: the outcomes of the blocks that ran, in the order of the model.
         reason: why nothing was to merge in the whole evaluation; None if something was.
         is_active: whether it was to merge: between ``start_percent`` and ``end_percent``.
+        is_shallow: whether only the outermost blocks of a UNet ran, which do not merge.
     """
 
     step: int
@@ -113,6 +114,7 @@ class Result:
     outcomes: Sequence[Outcome] = ()
     reason: str | None = None
     is_active: bool = True
+    is_shallow: bool = False
 
     @property
     def merged(self) -> list[Outcome]:

@@ -12,13 +12,14 @@ from typing import NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .. import reasons
 from ..ops.random_picks import step_key
 from ..settings.config import ToMeConfig
 from ..strategies.plan import Grid
 from .compiling import has_no_more_graphs, with_graphs_so_far
+from .deep_blocks import DeepBlocks
 from .engine import Engine, MakeStrategy, first_line, make_engine
 from .evaluation import Evaluation, Observer, Result
 from .model import ModelRecord, PatchedModel
@@ -115,7 +116,7 @@ class ModelRun:
             return self._evaluated(call, request)
         except Exception as error:
             self.may_compile = not has_no_more_graphs(error)
-            why = _why_stopped(error) if self._may_merge and self.may_compile else None
+            why = why_stopped(error) if self._may_merge and self.may_compile else None
             if why is None and self.may_compile:
                 raise
         # Not in the except block, where the traceback keeps the tensors of the evaluation.
@@ -139,10 +140,45 @@ class ModelRun:
             self.end(begun)
         return answer
 
+    def evaluate_watched(
+        self, call: Callable[[], Answer], request: Request, deep: DeepBlocks
+    ) -> tuple[Answer, Tensor | None]:
+        """The same, and what came up from the deep blocks; see :attr:`DeepBlocks.came`."""
+        with self._lock, deep.watched():
+            return self.evaluate(call, request), deep.came
+
+    def evaluate_shallow(
+        self, call: Callable[[], Answer], step: MergingStep, deep: DeepBlocks, given: Tensor
+    ) -> Answer:
+        """The answer of a model whose deep blocks do not run, and in which nothing merges.
+
+        ``given`` takes the place of what would come up from them. The observer gets the result,
+        unless ``call`` raised; if only the compiler of the model makes no more graphs, the answer
+        is that of the graphs so far, or of none.
+        """
+        model = self.model
+        with self._lock:
+            try:
+                with deep.left_out(given):
+                    answer = call() if self.may_compile else with_graphs_so_far(call)
+            except Exception as error:
+                if not self.may_compile or not has_no_more_graphs(error):
+                    raise
+                self.may_compile = False
+                with deep.left_out(given):
+                    answer = with_graphs_so_far(call)
+            model.observer.note(Result(step.index, len(model.blocks), is_shallow=True))
+        return answer
+
+    @property
+    def _lock(self) -> RLock:
+        """What a thread holds while it evaluates the model."""
+        return _locks.setdefault(self.model.model, RLock())
+
     def begin(self, request: Request) -> Begun:
         """Begin an evaluation, which is to be ended whatever happens."""
         model = self.model
-        lock = _locks.setdefault(model.model, RLock())
+        lock = self._lock
         lock.acquire()
         try:
             obstacle = self._obstacle(request)
@@ -215,8 +251,8 @@ class ModelRun:
         return self._engines[place]
 
 
-def _why_stopped(error: Exception) -> str | None:
-    """The reason to merge no more after an error; None if merging is not to blame for it."""
+def why_stopped(error: Exception) -> str | None:
+    """The reason to run as the plain model after an error; None if that would not help."""
     if isinstance(error, torch.OutOfMemoryError):
         return reasons.NO_MEMORY
     # By name, as importing the compiler takes seconds.

@@ -35,6 +35,8 @@ class Counts:
         self.unweighted_reasons: set[str] = set()
         self.merged_steps: set[int] = set()
         self.forecast_steps: Set[int] = set()
+        self._shallow: set[int] = set()
+        self._whole: set[int] = set()
         self._seen: set[tuple[int, tuple[str, ...], int]] = set()
         self._reasons: Counter[str] = Counter()
         self._reasons_of_idle: Counter[str] = Counter()
@@ -42,6 +44,7 @@ class Counts:
     def note(self, result: Result) -> None:
         """Add an evaluation to the counts."""
         self.blocks_present = result.blocks
+        (self._shallow if result.is_shallow else self._whole).add(result.step)
         if result.reason is not None:
             found = self._reasons if result.is_active else self._reasons_of_idle
             found[result.reason] += 1
@@ -70,6 +73,16 @@ class Counts:
                 self.patched_blocks.update(outcome.blocks)
         if has_merged:
             self.merged_steps.add(result.step)
+
+    @property
+    def shallow_steps(self) -> Set[int]:
+        """The steps whose evaluations were all shallow."""
+        return self._shallow - self._whole
+
+    @property
+    def skipped_steps(self) -> Set[int]:
+        """The steps in which the model did not run, or only its outermost blocks."""
+        return self.forecast_steps | self.shallow_steps
 
     @property
     def merged_blocks(self) -> int:

@@ -58,15 +58,18 @@ def merge_map(slots: np.ndarray, picture: np.ndarray | None = None, frame: int =
     return np.where(outline[..., None], 0.3 * image, image).round().astype(np.uint8)
 
 
-def steps(is_forecast: Sequence[bool]) -> np.ndarray:
-    """Draw the steps of a run as a row of squares, with forecast steps in another colour."""
+def steps(is_skipped: Sequence[bool], ran: str, skipped: str) -> np.ndarray:
+    """Draw the steps of a run as a row of squares, with skipped ones in another colour.
+
+    Below stands what the colours mean: a step in which the model ``ran``, and one ``skipped``.
+    """
     canvas, draw = _canvas(_WIDTH, 69)
-    pitch = min(40.0, _WIDTH / len(is_forecast))
+    pitch = min(40.0, _WIDTH / len(is_skipped))
     gap = 4 if pitch > 12 else 1
-    for index, forecast in enumerate(is_forecast):
+    for index, is_short in enumerate(is_skipped):
         place = (pitch * index, 0, pitch * (index + 1) - gap, 40)
-        draw.rectangle(place, FAINT if forecast else COOL)
-    for left, colour, text in ((0, COOL, "the model ran"), (170, FAINT, "forecast")):
+        draw.rectangle(place, FAINT if is_short else COOL)
+    for left, colour, text in ((0, COOL, ran), (170, FAINT, skipped)):
         draw.rectangle((left, 54, left + 14, 68), colour)
         draw.text((left + 22, 61), text, MUTED, _font(_SMALL), "lm")
     return np.asarray(canvas)

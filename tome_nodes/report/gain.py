@@ -45,22 +45,24 @@ def gain_of(
     shallowest: int = 1,
     gpu_waited: bool = False,
 ) -> Gain:
-    """What a run gained by merging or forecasting.
+    """What a run gained by merging, forecasts or shallow steps.
 
     ``begun`` is when each of its steps began on the device, in seconds.
     ``saved`` is the share of the multiplications that a merged step saves, None if that is not
     known. ``shallowest`` is how many times smaller than the latent the largest feature map with
     attention is. ``gpu_waited`` is whether the GPU waited for its CPU.
     """
-    steps = counts.forecast_steps or counts.merged_steps
+    steps = counts.skipped_steps or counts.merged_steps
     kinds = _medians(begun, steps)
     gain = Gain(_expected(counts, config, saved), False)
     if kinds is not None:
         short, long = kinds
-        is_forecast = bool(counts.forecast_steps)
-        one, other = ("with the model", "forecast") if is_forecast else ("on all tokens", "merged")
+        is_forecast, is_skipped = bool(counts.forecast_steps), bool(counts.skipped_steps)
+        one, other = "on all tokens", "merged"
+        if is_skipped:
+            one, other = ("with the model", "forecast") if is_forecast else ("whole", "shallow")
         words = f"a step took {seconds(long)} {one}, {seconds(short)} {other}"
-        if is_forecast and counts.merged:
+        if is_skipped and counts.merged:
             # How long the model would take on all tokens is not known.
             words += f"; {_expected(counts, config, saved)}"
         if short * FASTER < long:

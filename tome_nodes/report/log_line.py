@@ -12,8 +12,8 @@ def log_line(counts: Counts, config: ToMeConfig, backend: Sequence[str] = ()) ->
     """The log line of a run, or of the first call of a kind: what merged, and whether it helped.
 
     For example ``merged 5/16 blocks (4096 -> 2048 tokens), 20/20 steps, ratio 0.50``, or
-    ``forecast 2/8 steps (4, 7)``, counted from 1, or both. ``backend`` is given in words, if it is
-    not plain torch as expected.
+    ``forecast 2/8 steps (4, 7)``, counted from 1, or both, or ``shallow 11/20 steps``. ``backend``
+    is given in words, if it is not plain torch as expected.
     """
     done = []
     if counts.merged:
@@ -21,6 +21,8 @@ def log_line(counts: Counts, config: ToMeConfig, backend: Sequence[str] = ()) ->
         done += [f"merged {blocks} ({sizes(counts)})"]
         if counts.total_steps:
             done.append(f"{len(counts.merged_steps)}/{counts.total_steps} steps")
+    if counts.shallow_steps:
+        done += [f"shallow {len(counts.shallow_steps)}/{counts.total_steps} steps"]
     if counts.forecast_steps:
         steps = ", ".join(str(step + 1) for step in sorted(counts.forecast_steps))
         done += [f"forecast {len(counts.forecast_steps)}/{counts.total_steps} steps ({steps})"]
@@ -34,6 +36,8 @@ def done(counts: Counts) -> str:
     parts = []
     if counts.merged:
         parts += [f"merged {counts.merged_blocks} of {counts.blocks_present} blocks"]
+    if counts.shallow_steps:
+        parts += [f"shallow in {len(counts.shallow_steps)} of {counts.total_steps} steps"]
     if counts.forecast_steps:
         parts += [f"forecast {len(counts.forecast_steps)} of {counts.total_steps} steps"]
     return ", ".join(parts)
@@ -52,6 +56,8 @@ def live_line(result: Result, total_steps: int) -> str:
     If nothing merged although merging was on, the line says why.
     """
     step = f"step {result.step + 1}/{total_steps}"
+    if result.is_shallow:
+        return f"shallow, {step}"
     merged = {(outcome.before, outcome.after) for outcome in result.merged}
     if not merged:
         all_reasons = [result.reason, *(outcome.reason for outcome in result.outcomes)]

@@ -12,6 +12,7 @@ from ..tuning import summary as tuning_words
 from ..tuning.search import LIKENESS, SPEED, Measured
 from ..tuning.summary import Found
 from . import drawing, log_line
+from .counts import Counts
 from .recording import Recording
 from .run_record import RunRecord
 
@@ -74,15 +75,21 @@ def report_of(
     lines = in_words(run)
     recording, counts = run.recording, run.counts
     if recording is None or not recording.levels:
-        forecast = [step in counts.forecast_steps for step in range(counts.total_steps)]
-        drawn = drawing.page(
-            "ToMe Report", lines, drawing.steps(forecast) if any(forecast) else None
-        )
+        drawn = drawing.page("ToMe Report", lines, _steps(counts))
     elif view == CHART:
         drawn = _chart(recording)
     else:
         drawn = _map(recording, counts.total_steps, level, step, frame, pictures)
     return Page(drawn, "\n".join(lines))
+
+
+def _steps(counts: Counts) -> np.ndarray | None:
+    """The steps of a run, drawn; None if none was skipped."""
+    skipped = counts.skipped_steps
+    if not skipped:
+        return None
+    words = ("the model ran", "forecast") if counts.forecast_steps else ("whole", "shallow")
+    return drawing.steps([step in skipped for step in range(counts.total_steps)], *words)
 
 
 def tuning_page(findings: Found) -> Page:
@@ -126,6 +133,8 @@ def in_words(run: RunRecord) -> list[str]:
     if counts.merged:
         steps = f"Steps: merged in {len(counts.merged_steps)} of {counts.total_steps}"
         lines += [f"Tokens: {log_line.sizes(counts, '')}", _times_in_words(run.recording), steps]
+    if counts.shallow_steps:
+        lines += [f"Shallow: {', '.join(str(step + 1) for step in sorted(counts.shallow_steps))}"]
     lines += [f"Model: {run.model}"]
     config = run.config
     merges = counts.merged or run.unmerged is not None

@@ -24,13 +24,14 @@ class RunRecord:
     Attributes:
         model: the host's name for the kind of model.
         config: the settings.
-        counts: what was merged and forecast.
+        counts: what was merged and skipped.
         unmerged: why nothing was merged; None if something was, or if nothing was to be.
         unforecast: the same of forecasts.
+        unshallow: the same of shallow steps.
         prospects: what would help merging, if ``unmerged`` does not say what to do.
         remedy: what would help forecasts, where the settings leave all steps to merging.
         stopped: why merging stopped in the run, such as too little memory; None if it did not.
-        gain: what the run gained; None if nothing was merged or forecast.
+        gain: what the run gained; None if nothing was merged or skipped.
         backend: for example ``torch``, with the reason if it is not Triton; None if the run never
             chose one.
         recording: the details, None if no ToMe Report was connected when the run began.
@@ -41,6 +42,7 @@ class RunRecord:
     counts: Counts
     unmerged: str | None = None
     unforecast: str | None = None
+    unshallow: str | None = None
     prospects: Prospects | None = None
     remedy: str | None = None
     stopped: str | None = None
@@ -51,15 +53,17 @@ class RunRecord:
     @property
     def nothing(self) -> str | None:
         """Why nothing was done, and the least change that would help; None if anything was."""
-        if self.counts.merged or self.counts.forecast_steps:
+        if self.counts.merged or self.counts.skipped_steps:
             return None
-        if self.unmerged is not None and self.unmerged == self.unforecast:
-            return f"nothing was merged or forecast: {self.unmerged}"
-        both = [("nothing merged", self.unmerged), ("nothing was forecast", self.unforecast)]
+        unskipped, what = self._unskipped
+        if self.unmerged is not None and self.unmerged == unskipped:
+            what = "was merged or forecast" if self.unshallow is None else f"merged, and {what}"
+            return f"nothing {what}: {self.unmerged}"
+        both = [("nothing merged", self.unmerged), (what, unskipped)]
         advice = ""
-        if self.prospects is not None and self.unforecast is not None:
-            why, own = reasons.split(self.unforecast)
-            both[1] = "nothing was forecast", why
+        if self.prospects is not None and unskipped is not None:
+            why, own = reasons.split(unskipped)
+            both[1] = what, why
             advice = f"; {_least_change(self.prospects, own)}"
         elif self.prospects is not None:
             advice = f"; {_least_change(self.prospects, self.remedy)}"
@@ -72,11 +76,19 @@ class RunRecord:
             return self.nothing
         backend = [] if self.backend in (None, "torch") else [self.backend]
         done = log_line.log_line(self.counts, self.config, backend)
-        # Where steps are forecast, it does not matter why nothing merges.
-        if self.unforecast is None:
+        # Where steps are skipped, it does not matter why nothing merges.
+        unskipped, what = self._unskipped
+        if unskipped is None:
             return done
-        why, advice = reasons.split(self.unforecast)
-        return f"{done}; nothing was forecast: {self.unforecast if reasons.helps(advice) else why}"
+        why, advice = reasons.split(unskipped)
+        return f"{done}; {what}: {unskipped if reasons.helps(advice) else why}"
+
+    @property
+    def _unskipped(self) -> tuple[str | None, str]:
+        """Why the model ran in all steps, and what did not happen to any of them, in words."""
+        if self.unshallow is not None:
+            return self.unshallow, "no step was shallow"
+        return self.unforecast, "nothing was forecast"
 
     def log(self, node: str | None = None, alike: int = 1) -> None:
         """Log the line, and what the run gained.
@@ -143,7 +155,7 @@ def merging_record(
     prospects = gain = None
     if not counts.merged:
         prospects = prospects_of(model, latent, obstacle)
-    if counts.merged or counts.forecast_steps:
+    if counts.merged or counts.skipped_steps:
         saved = model.saved(latent)
         gain = gain_of(counts, model.config, begun(), saved, model.shallowest, gpu_waited)
     return RunRecord(

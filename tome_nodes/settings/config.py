@@ -48,9 +48,10 @@ class ToMeConfig:
         step=0.05,
         text="How much to save: more is faster and changes the picture more; 0 is exactly the "
         "unpatched model. In a UNet, such as SDXL, it is the share of tokens, small squares of the "
-        "picture, that merge, and more do in large pictures. In its long runs, and in a "
-        "transformer, such as Flux, also how many steps are skipped: of 4 steps one; of 8 one, or "
-        "two from ratio 0.4; of 20 two from 0.1 and ten from 0.6.",
+        "picture, that merge, and more do in large pictures. It is also how many steps are "
+        "skipped: at 0.6, three of 8 and eleven of 20 in SDXL, and eight of 20 in other UNets; in "
+        "a transformer, such as Flux, of 4 steps one; of 8 one, or two from ratio 0.4; of 20 two "
+        "from 0.1 and ten from 0.6.",
         more="Under balanced and fast, larger maps merge more, and their cells grow: at a `ratio` "
         "of 0.6, 0.60 of the keys and values of 64x64 tokens merge under balanced, 0.80 of 128x128 "
         "and 0.90 of 256x256; under fast 0.84, 0.94 and 0.97. Otherwise one token of each cell "
@@ -190,10 +191,15 @@ class ToMeConfig:
     forecast: bool = _advanced(
         False,
         text="Skip the model in some steps, as many as ratio says, and forecast its output there "
-        "from its last two. In a transformer, nothing merges then.",
-        more="A run of a transformer needs at least four steps, an edit six. The first two steps "
-        "and the last always run; in runs of 8 steps or more, the third too. At a ratio of 0.6, "
-        "one of 4 steps is forecast, two of 8 and up to ten of 20. A run of a UNet needs at least "
+        "from its last two. In SDXL, its first and last blocks still run in these steps, and only "
+        "what the others gave is kept. In a transformer, nothing merges then.",
+        more="In SDXL, such steps are *shallow*: the noisy picture itself goes through the blocks "
+        "that run, so sampler, scheduler and guidance do not matter. The first steps are whole, "
+        "and ever fewer after them: at a ratio of 0.6, five of 8, six of 12 and nine of 20; in "
+        "runs of four steps, all. In other models, a step is forecast. A run of a transformer "
+        "needs at least four steps, an edit six. The first two steps and the last always run; in "
+        "runs of 8 steps or more, the third too. At a ratio of 0.6, one of 4 steps is forecast, "
+        "two of 8 and up to ten of 20. A run of a UNet needs at least "
         "20 steps, unless its first two outputs hardly differ, as in second passes; the first five "
         "always run, and at 0.6, eight of 20 are forecast. In short runs whose first two outputs "
         "hardly differ, as in second passes and many edits, forecasts begin with the third step: "

@@ -33,8 +33,8 @@ class Preset:
 
 PRESETS: Mapping[str, Preset] = {
     "balanced": Preset(
-        "In a UNet, merges keys and values of self-attention, and skips steps in runs of 20 or "
-        "more: closest to the plain model.",
+        "In a UNet, merges keys and values of self-attention, and skips steps: in SDXL in runs of "
+        "5 or more, in others of 20 or more. Closest to the plain model.",
         {"strategy": "window", "attn_tokens": "k,v", "sx": 4, "forecast": True, "grows": True},
     ),
     "fast": Preset(

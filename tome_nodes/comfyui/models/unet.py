@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from comfy.ldm.modules.attention import SpatialTransformer
-from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
+from comfy.ldm.modules.diffusionmodules.openaimodel import ResBlock, UNetModel
 from torch import Tensor, nn
 
 from ... import reasons
@@ -181,6 +181,23 @@ def _weigh_stack(
     prompt = context[0] if isinstance(context, list) else context
     override = _StackAttention(shared, stored, options.get(OVERRIDE), prompt).attend
     return (context, options | {OVERRIDE: override}, *args), kwargs
+
+
+def deep_layers(model: Any) -> list[nn.Module]:
+    """The layers of all blocks of a UNet except its first input block and its last output block.
+
+    See :class:`tome_nodes.patching.deep_blocks.DeepBlocks`. There are none if the last output block
+    has attention, as in SD 1.5, or the blocks are not as known.
+    """
+    if not isinstance(model, UNetModel):
+        return []
+    inputs, outputs = model.input_blocks, model.output_blocks
+    if len(inputs) != len(outputs) or len(inputs) < 2 or len(inputs[0]) != 1:
+        return []
+    if not all(type(layer) is ResBlock for layer in outputs[-1]):
+        return []
+    deep = (*inputs[1:], model.middle_block or (), *outputs[:-1])
+    return [layer for block in deep for layer in block]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,110 @@
+"""Which evaluations are whole, and what goes on in the others."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tome_nodes.skipping.features import DAMPING, Features
+from tome_nodes.skipping.plan import FIRST, LEAST, adds_noise, whole_evaluations
+
+RATIOS = st.floats(0, 0.95)
+
+
+@pytest.mark.parametrize(
+    ("count", "whole"),
+    [
+        (4, [0, 1, 2, 3]),
+        (5, [0, 1, 2, 3]),
+        (8, [0, 1, 2, 3, 5]),
+        (12, [0, 1, 2, 3, 5, 8]),
+        (20, [0, 1, 2, 3, 5, 6, 9, 12, 15]),
+        (21, [0, 1, 2, 3, 5, 6, 9, 12, 16]),
+    ],
+)
+def test_whole_evaluations_are_dense_at_first(count, whole):
+    assert sorted(whole_evaluations(0.6, count)) == whole
+
+
+@given(RATIOS, st.integers(0, 200))
+def test_a_plan_of_any_length_begins_whole_and_its_gaps_grow(ratio, count):
+    whole = sorted(whole_evaluations(ratio, count))
+    assert whole[:FIRST] == [*range(min(FIRST, count))]
+    assert all(index < count for index in whole)
+    if count <= LEAST or ratio == 0:
+        assert whole == [*range(count)]
+    gaps = [after - before for before, after in pairwise([*whole, count])]
+    # To whole numbers, a gap may be one less than the one before.
+    assert all(after >= before - 1 for before, after in pairwise(gaps))
+
+
+@given(RATIOS, RATIOS, st.integers(0, 60))
+def test_more_ratio_never_means_more_whole_evaluations(one, other, count):
+    few, many = (len(whole_evaluations(ratio, count)) for ratio in sorted((one, other))[::-1])
+    assert few <= many
+
+
+def test_which_samplers_add_noise():
+    noisy = "euler_ancestral", "dpmpp_2m_sde_gpu", "ddpm", "lcm", "er_sde", "seeds_2", "sa_solver"
+    smooth = "euler", "heun", "dpm_2", "dpmpp_2m", "uni_pc", "res_multistep", "euler_cfg_pp"
+    assert all(adds_noise(name) for name in (*noisy, "euler with s_churn"))
+    assert not any(adds_noise(name) for name in smooth)
+
+
+def of(*values):
+    """Features of one condition after another."""
+    return torch.tensor(values).view(-1, 1, 1, 1)
+
+
+def test_features_go_on_along_half_of_a_line():
+    features = Features(goes_on=True)
+    features.keep(["a", "b"], 1.0, of(2.0, 5.0))
+    assert torch.equal(features.at(["b", "a"], 3.0), of(5.0, 2.0))
+    features.keep(["a", "b"], 2.0, of(3.0, 3.0))
+    assert torch.equal(features.at(["a", "b"], 3.0), of(3 + DAMPING, 3 - 2 * DAMPING))
+    assert torch.equal(features.at(["a", "b"], 9.0), of(4.0, 1.0))
+
+
+def test_features_of_a_condition_that_was_left_out_are_too_old():
+    features = Features(goes_on=True)
+    features.keep(["a", "b"], 1.0, of(2.0, 5.0))
+    features.keep(["a"], 2.0, of(3.0))
+    assert features.at(["a"], 3.0) is not None
+    assert features.at(["b"], 3.0) is None
+    assert features.at(["a", "b"], 3.0) is None
+
+
+def test_where_noise_is_added_the_last_features_are_copied():
+    features = Features(goes_on=False)
+    for place, value in (1.0, 2.0), (2.0, 3.0):
+        features.keep(["a"], place, of(value))
+    assert features.at(["a"], 4.0).item() == 3
+
+
+def test_features_of_another_shape_or_an_earlier_place_begin_anew():
+    features = Features(goes_on=True)
+    features.keep(["a"], 1.0, torch.zeros(1, 1, 2, 2))
+    features.keep(["a"], 2.0, of(3.0))
+    assert features.at(["a"], 4.0).item() == 3
+    features.keep(["b"], 2.0, torch.zeros(1, 1, 2, 2))
+    assert features.at(["a", "b"], 4.0) is None
+    features.keep(["a"], 1.5, of(7.0))
+    assert features.at(["a"], 2.0).item() == 7
+    assert features.at(["a"], 1.0) is None
+
+
+def test_a_condition_without_features_has_none():
+    features = Features(goes_on=True)
+    features.keep(["a"], 1.0, of(2.0))
+    assert features.at(["a", "b"], 2.0) is None
+    features.clear()
+    assert features.at(["a"], 2.0) is None
+
+
+def test_what_is_kept_does_not_change_with_what_was_given():
+    features, came = Features(goes_on=True), of(2.0)
+    features.keep(["a"], 1.0, came)
+    came += 1
+    assert features.at(["a"], 2.0).item() == 2

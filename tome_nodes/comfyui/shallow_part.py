@@ -1,0 +1,184 @@
+"""The part of a sampling run in ComfyUI that makes some evaluations of a UNet shallow.
+
+Which evaluations are whole is planned before the run. In the others, only the first input block
+and the last output block run, and what comes up from the blocks between goes on from the last whole
+evaluations.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from threading import Lock
+from typing import Any
+
+import torch
+from comfy.model_sampling import CONST
+from comfy.patcher_extension import WrapperExecutor, WrappersMP
+from torch import Tensor
+
+from .. import reasons
+from ..forecasting.steps import log_snr
+from ..patching.schedule import is_active, progress_at
+from ..settings.config import ToMeConfig
+from ..skipping.features import Features
+from ..skipping.plan import FIRST, LEAST, LEAST_SNR, adds_noise, whole_evaluations
+from .conditions import conditions_of
+from .neighbours import KEY
+from .shallow_call import Options
+from .step_count import StepCount
+
+# Not ``__name__``: ComfyUI names the package after its folder.
+log = logging.getLogger("tome_nodes")
+
+
+class ShallowPart:
+    """Decides which evaluations of one sampling run are shallow, and keeps features for them."""
+
+    def __init__(self, config: ToMeConfig, guider: Any, sampler: str, steps: StepCount):
+        """Prepare a run whose steps are counted by ``steps``, under the sampler of this name.
+
+        The model options of ``guider``, ComfyUI's, are of this run alone.
+        """
+        self._config = config
+        self._guider = guider
+        self._steps = steps
+        self._sampling: Any = guider.model_patcher.get_model_object("model_sampling")
+        self._is_flow = isinstance(self._sampling, CONST)
+        self._features = Features(goes_on=not adds_noise(sampler))
+        self._lock = Lock()
+        self._answers = 0
+        self._first_of_step: list[int] = []
+        self._whole: frozenset[int] | None = None
+        self._count = 0
+        self._conditions: Hashable = None
+        self._is_shallow = False
+        self._place = 0.0
+        self._calls: Counter[Hashable] = Counter()
+        self._obstacle = self._obstacle_before()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ShallowPart":
+        # Another node may copy the transformer options, whose wrappers hold this.
+        return self
+
+    @property
+    def reason(self) -> str:
+        """Why no evaluation was shallow, as far as is known."""
+        return self._obstacle or reasons.NEVER_SHALLOW
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Take part in a run; afterwards, nothing is kept of it."""
+        options = self._guider.model_options["transformer_options"]
+        wrappers = options.setdefault("wrappers", {}).setdefault(WrappersMP.PREDICT_NOISE, {})
+        wrappers[KEY] = [self.predict_noise]
+        try:
+            yield
+        finally:
+            del wrappers[KEY]
+            self._features.clear()
+
+    def predict_noise(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
+        """Wrap a guided answer, for which the model may be called several times."""
+        options = args[2] if len(args) > 2 else kwargs.get("model_options", {})
+        self._begin(args[1], options)
+        return executor(*args, **kwargs)
+
+    def stop(self, why: str) -> None:
+        """Run the rest whole, and drop what is kept: memory may be short."""
+        log.warning("[ToMe] %s; the rest of this run goes on without shallow steps", why)
+        self._obstacle = why
+        self._is_shallow = False
+        self._features.clear()
+
+    def keys_of(
+        self, options: Options, shape: Sequence[int], device: torch.device
+    ) -> list[Hashable] | None:
+        """What tells each condition of a call of the model from the others of its answer, in order.
+
+        Other nodes evaluate a condition several times in an answer, in areas or without a part.
+
+        Args:
+            options: the transformer options of the call.
+            shape: of the latent that the model gets, ``[samples, channels, height, width]``.
+            device: the device that it is on.
+
+        Returns:
+            The keys; None if the call is the plain one, of which nothing is kept.
+        """
+        if self._obstacle is None and torch.is_grad_enabled():
+            self._obstacle = reasons.FORECAST_GRADIENTS
+        names = options.get("uuids") or options.get("cond_or_uncond") or [0]
+        # Another node may call the model for a part of them.
+        if self._obstacle is not None or shape[0] % len(names):
+            return None
+        keys: list[Hashable] = []
+        with self._lock:
+            for name in names:
+                key = (name, device, shape[0] // len(names), *shape[1:])
+                keys.append((*key, self._calls[key]))
+                self._calls[key] += 1
+        return keys
+
+    def given(self, keys: Sequence[Hashable]) -> Tensor | None:
+        """What takes the place of what would come up in a call; None if the call is whole."""
+        with self._lock:
+            return self._features.at(keys, self._place) if self._is_shallow else None
+
+    def keep(self, keys: Sequence[Hashable], came: Tensor | None) -> None:
+        """Keep what came up in a whole call that has ended well, if all of its answer are whole."""
+        if came is not None and self._obstacle is None and not self._is_shallow:
+            with self._lock:
+                self._features.keep(keys, self._place, came)
+
+    def _begin(self, sigma: Tensor, options: Mapping[str, Any]) -> None:
+        """Begin a guided answer: decide whether it is shallow."""
+        index, done = self._answers, self._steps.done
+        self._answers += 1
+        self._calls.clear()
+        while len(self._first_of_step) <= done:
+            self._first_of_step.append(index)
+        if self._whole is None and done >= 2:
+            # Two steps have told how many evaluations a step has.
+            self._count = (self._first_of_step[2] - self._first_of_step[1]) * self._steps.total
+            self._whole = whole_evaluations(self._config.ratio, self._count)
+        level = self._level(sigma, index)
+        conditions = conditions_of(self._guider, options, level)
+        is_new, self._conditions = conditions != self._conditions, conditions
+        if is_new:
+            self._features.clear()
+        self._place = log_snr(level, self._is_flow) if level > 0 else self._place
+        self._is_shallow = (
+            self._whole is not None
+            and not is_new
+            and FIRST <= index < self._count
+            and index not in self._whole
+            and is_active(self._config, level, self._sampling.percent_to_sigma)
+        )
+
+    def _level(self, sigma: Tensor, index: int) -> float:
+        """The noise level of an answer; reading it waits for the GPU, so a known one counts."""
+        schedule, done = self._steps.schedule, self._steps.done
+        return schedule[done] if index == done < len(schedule) else float(sigma.max())
+
+    def _obstacle_before(self) -> str | None:
+        """Why no evaluation can be shallow, as far as can be told before the run."""
+        config, schedule, count = self._config, self._steps.schedule, self._steps.total
+        to_sigma = self._sampling.percent_to_sigma
+        if not any(is_active(config, noise, to_sigma) for noise in schedule[:-1]):
+            begins = progress_at(schedule[0], to_sigma)
+            return reasons.percents(config.start_percent, config.end_percent, begins)
+        if count <= LEAST:
+            return reasons.too_short_for_shallow(count, LEAST + 1)
+        if any(after >= before for before, after in pairwise(schedule)):
+            return reasons.NOISE_RISES
+        if schedule[-1] == 0 and log_snr(schedule[-2], self._is_flow) < LEAST_SNR:
+            return reasons.UNEVEN
+        options = self._guider.model_options
+        if "easycache" in options["transformer_options"]:
+            return reasons.CACHE
+        windows = getattr(options.get("context_handler"), "context_schedule", None)
+        if "uniform" in getattr(windows, "name", ""):
+            return reasons.MOVING_WINDOWS
+        return None

@@ -1,0 +1,43 @@
+"""Which evaluations of a sampling run are whole, decided before it begins.
+
+The others are shallow: only the outermost blocks of the UNet run, on the true noisy latent, and
+what comes up from the others goes on from the last whole evaluations (DeepCache, arXiv 2312.00858).
+All constants are from benchmarks/FIDELITY.md.
+"""
+
+from math import comb
+
+FIRST = 3
+"""So many evaluations at the start are always whole."""
+
+LEAST = 4
+"""The largest number of evaluations that are all whole."""
+
+LEAST_SNR = 0.0
+"""Where the last step begins with less than this logarithm of signal to noise, and so paints most
+of the picture, no evaluation of the run is shallow."""
+
+_SHARE = 7 / 6
+"""The share of the evaluations behind the fourth that is shallow, over ``ratio``."""
+
+
+def whole_evaluations(ratio: float, count: int) -> frozenset[int]:
+    """The whole ones of ``count`` evaluations, from 0; the others are shallow.
+
+    They are dense at first: each gap is longer than the one before, and by more each time. There
+    are fewer of them as ``ratio`` grows; at a ratio of 0, all evaluations are whole.
+    """
+    shallow = round(min(1.0, _SHARE * ratio) * max(0, count - LEAST))
+    whole = count - shallow
+    if shallow == 0:
+        return frozenset(range(count))
+    growth = shallow / comb(whole, 3)
+    return frozenset(round(index + growth * comb(index, 3)) for index in range(whole))
+
+
+def adds_noise(sampler: str) -> bool:
+    """Whether a sampler of this name, ComfyUI's without ``sample_``, adds noise in its steps."""
+    return any(word in sampler for word in _NOISY)
+
+
+_NOISY = ("ancestral", "sde", "ddpm", "lcm", "seeds", "sa_solver", "s_churn")
