@@ -6,6 +6,7 @@ Writes tables and a plot of the tokens that stay to benchmarks/results/. It take
 """
 
 import json
+from collections.abc import Sequence
 
 from benchmarks.host import use_cpu
 from tools.environment import ROOT
@@ -21,13 +22,20 @@ from models.checkpoints import unet_of  # noqa: E402
 from torch import nn  # noqa: E402
 
 from benchmarks.speed.figures import WEBP, grid, joined  # noqa: E402
-from tome_nodes.comfyui.models.unet import UNET  # noqa: E402
+from tome_nodes.comfyui.models.unet import UNET, deep_layers  # noqa: E402
 from tome_nodes.forecasting.samplers import SAMPLERS  # noqa: E402
-from tome_nodes.forecasting.steps import is_even, log_snrs, steps_that_run  # noqa: E402
+from tome_nodes.forecasting.steps import (  # noqa: E402
+    LONG_ON_UNET,
+    is_even,
+    log_snrs,
+    steps_that_run,
+)
 from tome_nodes.patching.evaluation import Observer  # noqa: E402
 from tome_nodes.patching.model import LEAST_SAVED, PatchedModel  # noqa: E402
+from tome_nodes.patching.work import Work  # noqa: E402
 from tome_nodes.settings.config import ToMeConfig  # noqa: E402
 from tome_nodes.settings.presets import settings_of  # noqa: E402
+from tome_nodes.skipping.plan import whole_evaluations  # noqa: E402
 from tome_nodes.strategies import strategy_class  # noqa: E402
 from tome_nodes.strategies.cells import (  # noqa: E402
     GROWTH_OF_KEYS,
@@ -43,6 +51,9 @@ MODELS = {
     "SDXL": ("sdxl_base", (768, 1024, 1536, 2048)),
 }
 """The published UNets, by the names of checkpoints, and the sides of pictures in pixels."""
+RUNS = {"8 steps": 8, "12 steps": 12, "20 steps": 20}
+SECOND = "second pass"
+"""The runs that are counted: their numbers of steps, and a second pass of 8."""
 LATENT = 8
 """Pixels along the side of a token of the latent."""
 LEAST_NOISE, MOST_NOISE = 0.0292, 14.6146
@@ -64,10 +75,9 @@ def main() -> None:
         "# Counted work by size: `python3 dev.py bench --work`",
         "Multiplications at `ratio` 0.6, unpatched: 1. Attention to the text and the cost of "
         f"merging are left out. Where less than {LEAST_SAVED:.0%} would be saved, nothing merges. "
-        "First of "
-        "one evaluation; then of whole runs under dpmpp_2m and karras, which forecast some steps: "
-        "20 steps from noise, and a second pass of 8 steps at `denoise` 0.5 whose "
-        "picture is there from the start.",
+        "First of one evaluation; then of whole runs under dpmpp_2m and karras, in which steps of "
+        "SDXL are shallow and steps of SD 1.5 are forecast: from noise, and a second pass of 8 "
+        "steps at `denoise` 0.5 whose picture is there from the start.",
         table,
         "![Tokens that stay, by the side of the map](kept-tokens.webp)",
     ]
@@ -88,16 +98,39 @@ def _row(network: nn.Module, side: int) -> dict[str, float]:
     latent = Grid(side, side)
     saved = [_patched(network, preset).saved(latent) or 0.0 for preset in ("balanced", "fast")]
     balanced, fast = (1 - each if each >= LEAST_SAVED else 1.0 for each in saved)
-    long, second = steps_run(20) / 20, steps_run(8, is_second=True) / 8
+    one = {"balanced": balanced, "fast": fast}
+    if deep := deep_layers(network):
+        outer = _outer_share(network, deep, latent)
+        return one | {
+            f"{run}, {preset}": _with_shallow(left, outer, count)
+            for run, count in {**RUNS, SECOND: 8}.items()
+            for preset, left in one.items()
+        }
+    short = [name for name, count in RUNS.items() if count < LONG_ON_UNET]
     return {
-        "balanced": balanced,
-        "fast": fast,
-        "20 steps, balanced": balanced * long,
-        "20 steps, fast": fast * long,
+        **one,
+        **{f"{run}, {preset}": left for run in short for preset, left in one.items()},
+        "20 steps, balanced": balanced * steps_run(20) / 20,
+        "20 steps, fast": fast * steps_run(20) / 20,
         # balanced leaves short runs to merging.
-        "second pass, balanced": balanced,
-        "second pass, fast": fast * second,
+        f"{SECOND}, balanced": balanced,
+        f"{SECOND}, fast": fast * steps_run(8, is_second=True) / 8,
     }
+
+
+def _with_shallow(left: float, outer: float, count: int) -> float:
+    """The share of the work of a run that is left, given those of a whole and a shallow step."""
+    whole = len(whole_evaluations(ToMeConfig.ratio, count))
+    return (left * whole + outer * (count - whole)) / count
+
+
+def _outer_share(network: nn.Module, deep: Sequence[nn.Module], latent: Grid) -> float:
+    """The share of an evaluation's multiplications that a shallow one has."""
+    left_out = {part for layer in deep for part in layer.modules()}
+    outer = [layer for layer in UNET.layers(network) if layer[1] not in left_out]
+    whole = UNET.work(network, _patched(network, "fast").blocks)
+    assert whole is not None
+    return Work(outer, ()).of(latent) / whole.of(latent)
 
 
 def steps_run(count: int, is_second: bool = False) -> int:

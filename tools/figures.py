@@ -15,6 +15,7 @@ from typing import Any
 
 from benchmarks.fidelity.shares import (
     CACHE,
+    MERGED_STEPS,
     MERGING,
     OURS,
     PAPER,
@@ -22,6 +23,7 @@ from benchmarks.fidelity.shares import (
     TODO,
     TOMESD,
     Rows,
+    error_at,
     points,
     share,
 )
@@ -80,7 +82,7 @@ def tables() -> dict[Path, dict[str, str]]:
             "presets": _presets(),
             "compared": _compared(),
         },
-        ROOT / "benchmarks" / "FIDELITY.md": {"errors": _errors()},
+        ROOT / "benchmarks" / "FIDELITY.md": {"errors": _errors(), "shallow": _shallow()},
     }
 
 
@@ -97,6 +99,7 @@ def _work() -> str:
         ("SD 1.5", 512, "20 steps"),
         ("SD 1.5", 1024, "20 steps"),
         ("SD 1.5", 2048, "20 steps"),
+        ("SDXL", 1024, "8 steps"),
         ("SDXL", 1024, "20 steps"),
         ("SDXL", 2048, "20 steps"),
         ("SD 1.5", 1024, "second pass"),
@@ -192,6 +195,39 @@ def _skipped() -> str:
             ),
         ),
     )
+
+
+_ON_STICKERS: Sequence[tuple[str, str, Sequence[int]]] = (
+    ("dpmpp_2m", "stickers", (20, 12, 8)),
+    ("euler", "stickers_euler", (20, 12, 8)),
+    ("dpmpp_2m_sde", "stickers_sde", (20, 12, 8)),
+    ("second pass, dpmpp_2m", "stickers_second", (8,)),
+    ("second pass, dpmpp_2m_sde", "stickers_second_sde", (8,)),
+)
+"""What the table of shallow steps shows: words for the sampler, judge, and numbers of steps."""
+
+
+def _shallow() -> str:
+    """Shallow steps against fewer steps in the same work, without merging and with it."""
+
+    def cells(judge: str, steps: int) -> Iterator[str]:
+        asked = rows(judge, steps)
+        for name, kind in (("shallow 0.6, nothing merged", STEPS), ("fast 0.6", MERGED_STEPS)):
+            time, error = points(asked)[name]
+            fewer = error_at(time, [*points(asked, (kind,)).values()])
+            assert fewer is not None
+            yield f"{error:.4f} at {time:.2f}"
+            yield f"{fewer:.4f}"
+            yield f"{error / fewer:.2f}"
+
+    head = ("Run", "Shallow", "Fewer steps", "Ratio", "*fast*", "Fewer steps, merged", "Ratio")
+    body = (
+        (f"{steps} steps, {words}", *cells(judge, steps))
+        for words, judge, numbers in _ON_STICKERS
+        for steps in numbers
+        if str(steps) in _fidelity().get(judge, {})
+    )
+    return table(head, body)
 
 
 def _seconds(method: str) -> str:

@@ -82,6 +82,20 @@ class StickerJudge(Judge):
         return torch.zeros(len(self._prompts), latents.CHANNELS, *sides), self._prompts, {}
 
 
+class StickerSecondPassJudge(StickerJudge):
+    """The same model over its own pictures of half the sides, scaled up."""
+
+    denoise = 0.5
+
+    def __init__(self, steps: int, **others: Any):
+        super().__init__(steps, **others)
+        first = StickerJudge(20, pictures=len(self._prompts)).latent(self.model, shrunk=2)
+        self._begin = F.interpolate(first, scale_factor=2.0, mode="bicubic")
+
+    def batch(self) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        return self._begin, self._prompts, {}
+
+
 class SecondPassJudge(SceneJudge):
     """The model of scenes in a second pass, over a smaller picture scaled up as a latent."""
 
@@ -155,16 +169,12 @@ def _hires(steps: int = 8, **others: Any) -> Bench:
     return Bench(partial(HighResolutionJudge, **others), options.of_other_runs, (steps,))
 
 
-def _trial(layout: str) -> dict[str, Bench]:
-    trial: Mapping[str, Any] = {"trial": LAYOUTS[layout]}
-    return {
-        f"trial_{layout}": _pictures(20, **trial),
-        f"trial_{layout}_second": _hires(guidance=2.0, **trial),
-    }
-
-
 def _stickers(sampler: str) -> Bench:
     return Bench(partial(StickerJudge, sampler=sampler), options.of_stickers, (20, 12, 8))
+
+
+def _second_stickers(sampler: str) -> Bench:
+    return Bench(partial(StickerSecondPassJudge, sampler=sampler), options.of_stickers, (8,))
 
 
 _NOISY: Mapping[str, Any] = {"sampler": "dpmpp_2m_sde"}
@@ -189,8 +199,10 @@ BENCHES = {
     "stickers": _stickers("dpmpp_2m"),
     "stickers_euler": _stickers("euler"),
     "stickers_sde": _stickers("dpmpp_2m_sde"),
-    **_trial("sdxl"),
-    **_trial("sd15"),
+    "stickers_second": _second_stickers("dpmpp_2m"),
+    "stickers_second_sde": _second_stickers("dpmpp_2m_sde"),
+    "trial_sd15": _pictures(20, trial=LAYOUTS["sd15"]),
+    "trial_sd15_second": _hires(guidance=2.0, trial=LAYOUTS["sd15"]),
     "image": Bench(SceneJudge, options.of_transformer, (8, 20)),
     "few": Bench(_FEW, options.of_transformer, (4, 8)),
     "few_multistep": Bench(partial(_FEW, **_MULTISTEP), options.of_transformer, (8,)),

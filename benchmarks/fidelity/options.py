@@ -5,13 +5,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from comfy.model_patcher import ModelPatcher
 from comfy_extras.nodes_hypertile import HyperTile
 from comfy_extras.nodes_model_downscale import PatchModelAddDownscale
 from comfy_extras.nodes_tomesd import TomePatchModel
 
 from benchmarks.fidelity import page, rivals, shares
-from benchmarks.fidelity.shallow import Shallow
 from benchmarks.patches import Patch, node
 from benchmarks.speed.methods import ONCE, ToDoStrategy, TomesdStrategy
 from tome_nodes.comfyui.attachment import attach
@@ -29,6 +27,9 @@ FEWER: dict[int, Sequence[int]] = {
 
 MERGED_FEWER: dict[int, Sequence[int]] = {20: (13, 12, 11), 8: (6, 5)}
 """The same where *fast* forecasts steps of a UNet: about as many as it evaluates."""
+
+AS_SHALLOW: dict[int, Sequence[int]] = {20: (10, 9), 12: (7, 6), 8: (6, 5)}
+"""The same where steps are shallow."""
 
 
 ON_TRANSFORMERS = {"fast": (0.3, 0.5, 0.6, 0.75)}
@@ -81,21 +82,15 @@ def of_other_runs(steps: int, fewer: slice = slice(1, 4)) -> list[Option]:
 
 
 def of_stickers(steps: int) -> list[Option]:
-    """The same of the UNet whose outer level is thin, and trials of shallow steps."""
-    cuts = {"": 0, ", with its first level": 1}
+    """The same of the UNet whose steps may be shallow, and shallow steps without merging."""
+    alone = partial(attach, config=ToMeConfig(ratio=0.6, forecast=True, merge_attn=False))
     return [
-        *of_other_runs(steps, slice(None)),
-        *(
-            Option(f"shallow{words}, {how}", shares.SHALLOW, Shallow(cut, damping).patch)
-            for words, cut in cuts.items()
-            for how, damping in (("copied", 0.0), ("half the line", 0.5))
-        ),
-        Option("fast 0.6, shallow, half the line", shares.SHALLOW, _merged_and_shallow),
+        *_fewer(steps),
+        *_merged_fewer(steps, AS_SHALLOW),
+        _tomesd(),
+        *_presets({"balanced": (0.3, 0.6), "fast": (0.3, 0.6, 0.75)}),
+        Option("shallow 0.6, nothing merged", shares.OURS, alone),
     ]
-
-
-def _merged_and_shallow(model: ModelPatcher) -> ModelPatcher:
-    return Shallow().patch(preset("fast", forecast=False)(model))
 
 
 def of_high_resolution(steps: int) -> list[Option]:
@@ -148,12 +143,14 @@ def _fewer(steps: int, picked: slice = slice(None)) -> list[Option]:
     return [Option(f"{fewer} steps", shares.STEPS, steps=fewer) for fewer in FEWER[steps][picked]]
 
 
-def _merged_fewer(steps: int) -> list[Option]:
-    """What *fast* merges, with fewer steps in place of forecasts."""
+def _merged_fewer(
+    steps: int, fewer_steps: Mapping[int, Sequence[int]] = MERGED_FEWER
+) -> list[Option]:
+    """What *fast* merges, with fewer steps in place of forecasts or shallow ones."""
     merged = preset("fast", forecast=False)
     return [
         Option(f"fast 0.6, {fewer} steps", shares.MERGED_STEPS, merged, steps=fewer)
-        for fewer in (steps, *MERGED_FEWER.get(steps, ()))
+        for fewer in (steps, *fewer_steps.get(steps, ()))
     ]
 
 

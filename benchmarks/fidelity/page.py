@@ -18,7 +18,6 @@ from benchmarks.fidelity.shares import (
     MERGING,
     OURS,
     PAPER,
-    SHALLOW,
     SIZE,
     STEPS,
     TODO,
@@ -52,10 +51,10 @@ JUDGES = {
     "stickers": "Stickers of a UNet whose outer level is thin, guidance 5",
     "stickers_euler": "The same, sampled by euler",
     "stickers_sde": "The same, sampled by dpmpp_2m_sde",
-    "trial_sdxl": "Pictures of a UNet with SDXL's layout",
-    "trial_sdxl_second": "Second passes of the same UNet",
+    "stickers_second": "Second passes of the same UNet, denoise 0.5, sampled by dpmpp_2m",
+    "stickers_second_sde": "The same passes, sampled by dpmpp_2m_sde",
     "trial_sd15": "Pictures of a UNet with SD 1.5's layout",
-    "trial_sd15_second": "Second passes of the same UNet at 128x128 tokens",
+    "trial_sd15_second": "Second passes of the same UNet",
     "image": "Pictures of a transformer, with guidance",
     "few": "The same distilled to four steps, without guidance",
     "few_multistep": "The distilled transformer, sampled by res_multistep",
@@ -68,7 +67,7 @@ JUDGES = {
 SHOWN = "pictures", "hires", "image", "few", "second", "video", "edit"
 """Judges whose pictures are shown. The others sample otherwise with the model of one of these, or
 were asked a few questions only."""
-TRIALS = "trial_sdxl", "trial_sdxl_second", "trial_sd15", "trial_sd15_second"
+TRIALS = "trial_sd15", "trial_sd15_second"
 """Judges whose models have to be trained first."""
 _OF_UNETS = {
     "A UNet, 20 steps, guidance 2": ("pictures", "20"),
@@ -84,7 +83,6 @@ COLOURS = {
     CACHE: "tab:orange",
     FORECAST: "tab:purple",
     SIZE: "tab:brown",
-    SHALLOW: "tab:olive",
     MERGING: "tab:red",
     OURS: "tab:blue",
 }

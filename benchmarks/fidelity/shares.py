@@ -10,8 +10,8 @@ from typing import Any
 
 STEPS, CACHE, FORECAST, SIZE = "fewer steps", "cache", "forecast", "lower resolution"
 MERGED_STEPS = "fewer steps, merged"
-SHALLOW, MERGING, OURS = "shallow steps", "merging", "ours"
-KINDS = STEPS, MERGED_STEPS, CACHE, FORECAST, SIZE, SHALLOW, MERGING, OURS
+MERGING, OURS = "merging", "ours"
+KINDS = STEPS, MERGED_STEPS, CACHE, FORECAST, SIZE, MERGING, OURS
 """The kinds of options."""
 
 TOMESD, TODO = "tomesd q,k,v 0.5", "ToDo k,v 0.75"

@@ -6,7 +6,7 @@ python3 dev.py bench --train sd15
 
 It can be stopped at any time. It saves every few minutes and at the end, and goes on from there.
 The weights of *stickers* are in the repository, from which a new training begins. Half an hour on
-one thread is enough for each of the other two, which ``bench --fidelity --only trial_sdxl`` asks.
+one thread is enough for each of the other two, which ``bench --fidelity --only trial_sd15`` asks.
 """
 
 import argparse
