@@ -14,13 +14,13 @@ SCHEDULERS = ("normal", "simple", "sgm_uniform", "karras")
 FAULTS = ("exception", "interrupt", "keyboard interrupt")
 
 FORECAST_EVERY = 5
-"""In one run of so many, steps are forecast beside one of these nodes, in turn."""
+"""In one run of so many, steps are forecast or shallow beside one of these nodes, in turn."""
 
 SITUATIONS = (
     *("ConditioningSetTimestepRange", "CFGOverride", "EasyCache", "LazyCache", "CreateHookLora"),
     *("ControlNetApplyAdvanced", "ContextWindowsManual"),
 )
-"""Nodes that change in the middle of a run what is forecast, or skip or split it."""
+"""Nodes that change in the middle of a run what is skipped, or skip or split it."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,14 @@ class Traits:
     """What may be drawn for a model: how often, relative to the others, and the rest.
 
     A picture has so many ``patches`` at most; from a side of ``worth`` patches on presets merge it.
+    ``skips`` is whether presets skip steps of a run of 8.
     """
 
     weight: float = 1.0
     patches: int = 324
     worth: int = 16
     neighbours: tuple[str, ...] = ()
-    is_forecast: bool = False
+    skips: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def draw(seed: int, number: int, models: Mapping[str, Traits]) -> Draw:
 
 def _forecast(random: Random, number: int, models: Mapping[str, Traits]) -> Draw:
     name = SITUATIONS[number // FORECAST_EVERY % len(SITUATIONS)]
-    able = {model: traits for model, traits in models.items() if traits.is_forecast}
+    able = {model: traits for model, traits in models.items() if traits.skips}
     fitting = {model: traits for model, traits in able.items() if name in traits.neighbours}
     run = _plain(random, number, fitting or able)
     return replace(

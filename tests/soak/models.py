@@ -85,8 +85,9 @@ def _traits(kind: str, weight: float) -> Traits:
         if not node.only or kind in node.only
     )
     if kind in UNETS:
-        return Traits(weight, patches=150, worth=8, neighbours=nodes)
-    return Traits(weight, neighbours=nodes, is_forecast=True)
+        skips = kind == "sdxl"
+        return Traits(weight, patches=150, worth=8, neighbours=nodes, skips=skips)
+    return Traits(weight, neighbours=nodes, skips=True)
 
 
 _WEIGHTS = {"sd15": 4.0, "sd2": 1.0, "sdxl": 4.0, "x4_upscaler": 1.0, "flux": 3.0, "wan21": 3.0}

@@ -83,8 +83,8 @@ class Runs:
                     verdict.facts.add("stopped")
             except FailedError as error:
                 verdict.failures.append(str(error))
-        for fact in "merged", "forecast":
-            if any(re.match(rf"\[ToMe\] (.*: )?{fact} ", line) for _, line in log):
+        for fact in "merged", "shallow", "forecast":
+            if any(re.match(rf"\[ToMe\] (.*[:,] )?{fact} \d", line) for _, line in log):
                 verdict.facts.add(fact)
         # That nothing was done is a warning, but no error.
         verdict.failures += [

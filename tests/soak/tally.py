@@ -13,9 +13,9 @@ WARM_UP = 100
 MOST_GROWTH = 20.0
 """By how much it may grow all the same, in MB of a million bytes."""
 
-FACTS = ("merged", "forecast", "refused", "stopped")
-"""Whether any tokens merged, any step was forecast, the host cannot do the run even without token
-merging, and the fault that was drawn came about."""
+FACTS = ("merged", "shallow", "forecast", "refused", "stopped")
+"""Whether any tokens merged, any step was shallow or forecast, the host cannot do the run even
+without token merging, and the fault that was drawn came about."""
 
 
 @dataclass

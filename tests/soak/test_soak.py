@@ -179,7 +179,7 @@ def test_draws_are_valid_and_cover_every_option_and_every_part():
 )
 def test_the_last_line_and_the_exit_code(megabytes, verdict, is_good, line):
     told = summary([verdict] * len(megabytes), [memory * 10**6 for memory in megabytes])
-    assert told == (f"summary: {line} merged=0 forecast=0 refused=0 stopped=0", is_good)
+    assert told == (f"summary: {line} merged=0 shallow=0 forecast=0 refused=0 stopped=0", is_good)
 
 
 def test_a_failure_is_told_with_its_settings_and_how_to_repeat_it():
