@@ -3,8 +3,8 @@
 python3 dev.py bench --picture [--model unet] [--repeats 3]
 
 This writes web/docs/off-and-on.jpg for the README, a second pass and what merged in it, and prints
-a caption. With --model transformer or video, it writes off-and-on-transformer.jpg or
-off-and-on-video.jpg for the help page. The models are the trained ones of `dev.py bench
+a caption. With --model stickers, transformer or video, it writes off-and-on-stickers.jpg and so on
+for the help page. The models are the trained ones of `dev.py bench
 --fidelity`, since random weights paint noise.
 """
 
@@ -23,7 +23,7 @@ from comfy.model_patcher import ModelPatcher  # noqa: E402
 from PIL import Image, ImageDraw, ImageFont  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from benchmarks.fidelity.judges import SceneJudge, VideoJudge  # noqa: E402
+from benchmarks.fidelity.judges import SceneJudge, StickerJudge, VideoJudge  # noqa: E402
 from benchmarks.fidelity.pictures import HighResolutionJudge, Judge  # noqa: E402
 from benchmarks.machine import origin  # noqa: E402
 from benchmarks.rounds import interleaved  # noqa: E402
@@ -36,6 +36,10 @@ from tome_nodes.settings.presets import settings_of  # noqa: E402
 DOCS = ROOT / "web" / "docs"
 KINDS: Mapping[str, tuple[Callable[[], Judge], Sequence[str]]] = {
     "unet": (partial(HighResolutionJudge, 8, photo=4), ("fast 0.6",)),
+    "stickers": (
+        partial(StickerJudge, 20, sampler="dpmpp_2m", pictures=3),
+        ("fast 0.6", "8 steps"),
+    ),
     "transformer": (partial(SceneJudge, 8), ("balanced 0.75", "5 steps")),
     "video": (partial(VideoJudge, 8), ("balanced 0.6", "6 steps")),
 }
@@ -112,7 +116,7 @@ def _shown(pictures: Tensor) -> list[Tensor]:
 
 
 def _pixels(picture: Tensor) -> Image.Image:
-    array = (picture.permute(1, 2, 0).numpy() * 255).round().astype("uint8")
+    array = (picture.clamp(0, 1).permute(1, 2, 0).numpy() * 255).round().astype("uint8")
     return Image.fromarray(array).resize((SIDE, SIDE), Image.Resampling.BICUBIC)
 
 
