@@ -225,7 +225,6 @@ def _shallow() -> str:
         (f"{steps} steps, {words}", *cells(judge, steps))
         for words, judge, numbers in _ON_STICKERS
         for steps in numbers
-        if str(steps) in _fidelity().get(judge, {})
     )
     return table(head, body)
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from comfy.model_sampling import CONST
-from comfy.patcher_extension import WrapperExecutor, WrappersMP
+from comfy.patcher_extension import WrapperExecutor
 
 from .. import reasons
 from ..forecasting.forecasts import Forecasts
@@ -27,13 +27,13 @@ from ..forecasting.steps import (
     log_snrs,
     steps_that_run,
 )
-from ..patching.schedule import is_active, progress_at
+from ..patching.schedule import is_active
 from ..report.counts import Counts
 from ..report.run_record import RunRecord, forecast_record
 from ..settings.config import ToMeConfig
 from .advice import samplers_instead, scheduler_instead
 from .conditions import GUIDANCE, conditions_of, has_momentum
-from .neighbours import KEY
+from .guided_answers import has_moving_windows, is_cached, none_is_active, options_of, wrapped
 from .step_count import StepCount
 
 
@@ -118,14 +118,8 @@ class ForecastPart:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Wrap the guided answers of the run, inside of all other wrappers."""
-        options = self._guider.model_options["transformer_options"]
-        wrappers = options.setdefault("wrappers", {}).setdefault(WrappersMP.PREDICT_NOISE, {})
-        wrappers.pop(KEY, None)
-        wrappers[KEY] = [self.predict_noise]
-        try:
+        with wrapped(self._guider, self.predict_noise):
             yield
-        finally:
-            del wrappers[KEY]
 
     def finish(self) -> list[RunRecord]:
         """The record of the run; none if no step was sampled."""
@@ -141,8 +135,7 @@ class ForecastPart:
         # Reading the noise level waits for the GPU.
         x, sigma = args[0], float(args[1].max())
         self._steps.begin(args[1].device)
-        options = args[2] if len(args) > 2 else kwargs.get("model_options", {})
-        step = self._step(sigma, options)
+        step = self._step(sigma, options_of(args, kwargs))
         answer = None if step is None else self.forecasts.predict(step, x)
         self._show(answer is not None)
         if answer is not None:
@@ -194,10 +187,9 @@ class ForecastPart:
     def _obstacle_before(self, sampler: str) -> str | None:
         """Why nothing can be forecast in the run, as far as can be told before it."""
         config, schedule = self._config, self._steps.schedule
-        to_sigma = self._sampling.percent_to_sigma
-        if not any(is_active(config, noise, to_sigma) for noise in schedule[:-1]):
-            begins = progress_at(schedule[0], to_sigma)
-            return reasons.percents(config.start_percent, config.end_percent, begins)
+        why = none_is_active(config, schedule, self._sampling.percent_to_sigma)
+        if why is not None:
+            return why
         known, count, is_unet = self._known, self._steps.total, self._is_unet
         if known is None or not known.holds(is_unet):
             if self._is_too_rough:
@@ -210,12 +202,11 @@ class ForecastPart:
         options = self._guider.model_options
         if is_unet and known.looks_back and options.get("sampler_pre_cfg_function"):
             return reasons.CHANGED_GUIDANCE
-        if "easycache" in options["transformer_options"]:
+        if is_cached(options):
             return reasons.CACHE
         if "denoise_mask_function" in options:
             return reasons.MOVING_MASK
-        windows = getattr(options.get("context_handler"), "context_schedule", None)
-        if "uniform" in getattr(windows, "name", ""):
+        if has_moving_windows(options):
             return reasons.MOVING_WINDOWS
         return reasons.UNEVEN if self._begins_late(self._levels) else None
 

@@ -15,17 +15,17 @@ from typing import Any
 
 import torch
 from comfy.model_sampling import CONST
-from comfy.patcher_extension import WrapperExecutor, WrappersMP
+from comfy.patcher_extension import WrapperExecutor
 from torch import Tensor
 
 from .. import reasons
 from ..forecasting.steps import log_snr
-from ..patching.schedule import is_active, progress_at
+from ..patching.schedule import is_active
 from ..settings.config import ToMeConfig
 from ..skipping.features import Features
 from ..skipping.plan import FIRST, LEAST, LEAST_SNR, adds_noise, whole_evaluations
 from .conditions import conditions_of
-from .neighbours import KEY
+from .guided_answers import has_moving_windows, is_cached, none_is_active, options_of, wrapped
 from .shallow_call import Options
 from .step_count import StepCount
 
@@ -70,19 +70,15 @@ class ShallowPart:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Take part in a run; afterwards, nothing is kept of it."""
-        options = self._guider.model_options["transformer_options"]
-        wrappers = options.setdefault("wrappers", {}).setdefault(WrappersMP.PREDICT_NOISE, {})
-        wrappers[KEY] = [self.predict_noise]
         try:
-            yield
+            with wrapped(self._guider, self.predict_noise):
+                yield
         finally:
-            del wrappers[KEY]
             self._features.clear()
 
     def predict_noise(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
         """Wrap a guided answer, for which the model may be called several times."""
-        options = args[2] if len(args) > 2 else kwargs.get("model_options", {})
-        self._begin(args[1], options)
+        self._begin(args[1], options_of(args, kwargs))
         return executor(*args, **kwargs)
 
     def stop(self, why: str) -> None:
@@ -164,11 +160,10 @@ class ShallowPart:
 
     def _obstacle_before(self) -> str | None:
         """Why no evaluation can be shallow, as far as can be told before the run."""
-        config, schedule, count = self._config, self._steps.schedule, self._steps.total
-        to_sigma = self._sampling.percent_to_sigma
-        if not any(is_active(config, noise, to_sigma) for noise in schedule[:-1]):
-            begins = progress_at(schedule[0], to_sigma)
-            return reasons.percents(config.start_percent, config.end_percent, begins)
+        schedule, count = self._steps.schedule, self._steps.total
+        why = none_is_active(self._config, schedule, self._sampling.percent_to_sigma)
+        if why is not None:
+            return why
         if count <= LEAST:
             return reasons.too_short_for_shallow(count, LEAST + 1)
         if any(after >= before for before, after in pairwise(schedule)):
@@ -176,9 +171,6 @@ class ShallowPart:
         if schedule[-1] == 0 and log_snr(schedule[-2], self._is_flow) < LEAST_SNR:
             return reasons.UNEVEN
         options = self._guider.model_options
-        if "easycache" in options["transformer_options"]:
+        if is_cached(options):
             return reasons.CACHE
-        windows = getattr(options.get("context_handler"), "context_schedule", None)
-        if "uniform" in getattr(windows, "name", ""):
-            return reasons.MOVING_WINDOWS
-        return None
+        return reasons.MOVING_WINDOWS if has_moving_windows(options) else None

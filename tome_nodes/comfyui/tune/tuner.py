@@ -30,6 +30,7 @@ from ...tuning.search import (
 )
 from ...tuning.summary import Found
 from .. import attachment
+from ..guided_answers import is_cached
 from ..models.base import class_name
 from ..validation import config_of
 from . import tune_cache
@@ -134,7 +135,7 @@ def _tried(
 
 def _with_easy_cache(model: ModelPatcher) -> ModelPatcher | None:
     """A clone with ComfyUI's EasyCache; None if there is none, or the model has it already."""
-    if "easycache" in model.model_options["transformer_options"]:
+    if is_cached(model.model_options):
         return None
     try:
         from comfy_extras.nodes_easycache import EasyCacheNode
