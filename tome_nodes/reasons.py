@@ -155,6 +155,11 @@ CHANGED_GUIDANCE = (
     "sampler that looks back carries on; take euler"
 )
 
+STREAMED = (
+    "blocks bring in each other's weights through a stream, which no step may break off; offload "
+    "without a stream"
+)
+
 OTHER_FORM = (
     "the model is called for more or other than one latent, as with layers or kept references; "
     "leave ToMe out"
@@ -333,13 +338,12 @@ def helps(advice: str) -> bool:
     return advice not in _FUTILE
 
 
-def unknown_scheduler(name: str, is_unet: bool = False) -> str:
+def unknown_scheduler(name: str) -> str:
     """For a scheduler of diffusers under which forecasts are not known to do no harm."""
     flows = "FlowMatchEulerDiscreteScheduler or UniPCMultistepScheduler"
-    others = "EulerDiscreteScheduler, DDIMScheduler or DPMSolverMultistepScheduler"
     return (
         f"under this {name}, steps are evaluated more than once or not counted, or forecasts were "
-        f"not tried; take {others if is_unet else flows}"
+        f"not tried; take {flows}"
     )
 
 

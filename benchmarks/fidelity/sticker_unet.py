@@ -9,6 +9,7 @@ twelve kinds of sticker and one of six colours of clouds, and the noise decides 
 where, how large and how they are turned.
 """
 
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -70,9 +71,9 @@ def load() -> ModelPatcher:
     return denoiser.with_weights(untrained(), WEIGHTS)
 
 
-def untrained() -> BaseModel:
-    """The model without weights."""
-    return BaseModel(Settings({**UNET, "dtype": torch.float32}), ModelType.EPS)
+def untrained(unet: Mapping[str, Any] = UNET) -> BaseModel:
+    """The model without weights, in its own layout or in another one."""
+    return BaseModel(Settings({**unet, "dtype": torch.float32}), ModelType.EPS)
 
 
 def decode(latent: Tensor) -> Tensor:

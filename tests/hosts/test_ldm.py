@@ -20,6 +20,7 @@ from ldm.modules.diffusionmodules.util import make_beta_schedule
 from torch import nn
 
 import tome_nodes
+from tome_nodes.pytorch.ldm import LdmUNets
 
 pytestmark = [
     pytest.mark.newest_only,
@@ -105,12 +106,12 @@ def call(model):
     return model.apply_model(sample, torch.full((2,), 500, device=DEVICE), text)
 
 
-def run(model, sampler):
+def run(model, sampler, steps=4):
     """A sampling run with classifier-free guidance, by a sampler of ldm."""
     torch.manual_seed(3)
     _, text = inputs()
     guidance = {"unconditional_guidance_scale": 4.0, "unconditional_conditioning": text[1:]}
-    return sampler(model).sample(4, 1, (4, *GRID), text[:1], verbose=False, **guidance)[0]
+    return sampler(model).sample(steps, 1, (4, *GRID), text[:1], verbose=False, **guidance)[0]
 
 
 @in_every_scope
@@ -170,3 +171,42 @@ def test_the_number_of_noise_levels_is_that_of_the_model(log_messages):
         tome_nodes.apply_patch(model, start_percent=0.6)
         call(model)
     assert log_messages()[-1].startswith("[ToMe] merged 3/7 blocks")
+
+
+@pytest.mark.parametrize(("family", "sampler"), [("sd1", DDIMSampler), ("sd2", PLMSSampler)])
+def test_steps_are_shallow_as_the_timesteps_fall(family, sampler, log_messages):
+    model = make_model(family)
+    unet, ran = model.model.diffusion_model, {"outermost": 0, "middle": 0}
+    for name, block in {"outermost": unet.out, "middle": unet.middle_block}.items():
+
+        def count(*_, name=name):
+            ran[name] += 1
+
+        # Below a block whose forward is replaced, as its own hooks still run.
+        [*block.modules()][-1].register_forward_hook(count)
+    plain = run(model, sampler, steps=20)
+    calls = ran["outermost"]
+    assert ran["middle"] == calls
+    tome_nodes.apply_patch(model, 0.6, preset="balanced")
+    shallow = run(model, sampler, steps=20)
+    assert 0 < relative_error(shallow, plain) < 1
+    # PLMS asks twice at its second timestep.
+    assert calls - (ran["middle"] - calls) == 11
+    assert "shallow 11/20 steps" in log_messages()[-1]
+
+
+@torch.no_grad()
+def test_with_its_own_deep_features_a_shallow_call_is_the_whole_one():
+    unet = make_model().model.diffusion_model
+    sample, text = inputs()
+    expected = unet(sample, torch.full((2,), 500), context=text)
+    deep = LdmUNets().deep_blocks(unet)
+    begun = deep.begin(None)
+    unet(sample, torch.full((2,), 500), context=text)
+    came = deep.came
+    deep.end(begun)
+    begun = deep.begin(came)
+    assert torch.equal(unet(sample, torch.full((2,), 500), context=text), expected)
+    deep.end(begun)
+    # What a ControlNet adds to the skips of all blocks would not fit.
+    assert LdmUNets().shallow_arguments((sample, 500), {"control": [came]}) is None

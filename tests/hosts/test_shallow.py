@@ -27,6 +27,7 @@ from tome_nodes.comfyui.shallow_part import ShallowPart
 from tome_nodes.patching.model_run import ModelRun
 from tome_nodes.report.pages import in_words
 from tome_nodes.settings.config import ToMeConfig
+from tome_nodes.skipping import shallow_run
 from tome_nodes.skipping.features import Features
 from tome_nodes.skipping.plan import FIRST, whole_evaluations
 
@@ -68,7 +69,7 @@ def gaps(monkeypatch):
         control, options = seen[-1]
         blocks = len(self.model.model.output_blocks)
         own = partial(call, shallow_options(options, blocks), shallow_control(control, blocks))
-        other = self.evaluate_shallow(own, request.step, deep, came.clone())
+        other = self.evaluate_shallow(own, request, deep, came.clone())
         found.append(relative_error(other, answer))
         return answer, came
 
@@ -111,7 +112,7 @@ def test_kept_features_go_on_beside_other_nodes(monkeypatch, name):
     if isinstance(why := alone("sdxl", neighbour), str):
         pytest.skip(why)
     monkeypatch.setattr(shallow_part, "LEAST", 1)
-    monkeypatch.setattr(shallow_part, "whole_evaluations", lambda ratio, count: range(FIRST))
+    monkeypatch.setattr(shallow_run, "whole_evaluations", lambda ratio, count: range(FIRST))
     patched = neighbour.patch(attach(model_of("sdxl"), fast()), "sdxl")
     assert table.run(neighbour, patched, "sdxl").isfinite().all()
 
@@ -332,7 +333,7 @@ def test_nothing_is_kept_of_a_run(sdxl, monkeypatch):
     monkeypatch.setattr(Features, "keep", kept_too)
     run(attach(sdxl, fast()))
     gc.collect()
-    assert len(kept) == 9 and not any(each() is not None for each in kept)
+    assert len(kept) == 8 and not any(each() is not None for each in kept)
 
 
 @pytest.mark.parametrize(

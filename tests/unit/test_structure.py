@@ -23,7 +23,7 @@ LAYERS = {
     "tuning": {"settings", "patching"},
     "report": {*_MERGING, "tuning"},
     "comfyui": {*_MERGING, "forecasting", "report", "skipping", "tuning"},
-    "pytorch": {*_MERGING, "forecasting", "report"},
+    "pytorch": {*_MERGING, "forecasting", "report", "skipping"},
     "__init__": {"pytorch"},
 }
 """The other parts of the package that each part may import."""

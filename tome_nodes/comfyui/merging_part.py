@@ -28,7 +28,7 @@ from . import comfy_compiler, host_checks, neighbours
 from .model_report import ModelReport
 from .models import record_of
 from .models.base import ComfyRecord
-from .models.unet import deep_layers, has_patches
+from .models.unet import deep_blocks, has_patches
 from .neighbours import KEY
 from .shallow_call import shallow_control, shallow_options
 from .shallow_part import ShallowPart
@@ -158,7 +158,7 @@ class MergingPart:
             if given is not None:
                 control = shallow_control(conditions["control"], blocks)
                 own = partial(call, shallow_options(options, blocks), control)
-                return run.evaluate_shallow(own, step, deep, given)
+                return run.evaluate_shallow(own, request, deep, given)
             answer, came = run.evaluate_watched(call, request, deep)
             shallow.keep(keys, came)
             return answer
@@ -205,8 +205,8 @@ class MergingPart:
         config = record.in_effect(self._config)
         run = ModelRun(config, record, network, self._make_strategy, report)
         self._reports.setdefault(kind, (report, run, model))
-        if self._shallow is not None and (layers := deep_layers(network)):
-            self._deep[network] = DeepBlocks(layers)
+        if self._shallow is not None and (deep := deep_blocks(network)) is not None:
+            self._deep[network] = deep
         return record, run
 
     def _step(self, model: Any, device: torch.device, level: float | None) -> MergingStep:

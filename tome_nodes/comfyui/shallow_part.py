@@ -6,11 +6,9 @@ evaluations.
 """
 
 import logging
-from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from threading import Lock
 from typing import Any
 
 import torch
@@ -22,8 +20,8 @@ from .. import reasons
 from ..forecasting.steps import log_snr
 from ..patching.schedule import is_active
 from ..settings.config import ToMeConfig
-from ..skipping.features import Features
-from ..skipping.plan import FIRST, LEAST, LEAST_SNR, adds_noise, whole_evaluations
+from ..skipping.plan import LEAST, LEAST_SNR, adds_noise
+from ..skipping.shallow_run import ShallowRun
 from .conditions import conditions_of
 from .guided_answers import has_moving_windows, is_cached, none_is_active, options_of, wrapped
 from .shallow_call import Options
@@ -46,16 +44,12 @@ class ShallowPart:
         self._steps = steps
         self._sampling: Any = guider.model_patcher.get_model_object("model_sampling")
         self._is_flow = isinstance(self._sampling, CONST)
-        self._features = Features(goes_on=not adds_noise(sampler))
-        self._lock = Lock()
+        self._run = ShallowRun(config.ratio, goes_on=not adds_noise(sampler))
         self._answers = 0
         self._first_of_step: list[int] = []
-        self._whole: frozenset[int] | None = None
-        self._count = 0
+        self._is_planned = False
         self._conditions: Hashable = None
-        self._is_shallow = False
         self._place = 0.0
-        self._calls: Counter[Hashable] = Counter()
         self._obstacle = self._obstacle_before()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShallowPart":
@@ -74,7 +68,7 @@ class ShallowPart:
             with wrapped(self._guider, self.predict_noise):
                 yield
         finally:
-            self._features.clear()
+            self._run.clear()
 
     def predict_noise(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
         """Wrap a guided answer, for which the model may be called several times."""
@@ -85,8 +79,7 @@ class ShallowPart:
         """Run the rest whole, and drop what is kept: memory may be short."""
         log.warning("[ToMe] %s; the rest of this run goes on without shallow steps", why)
         self._obstacle = why
-        self._is_shallow = False
-        self._features.clear()
+        self._run.clear()
 
     def keys_of(
         self, options: Options, shape: Sequence[int], device: torch.device
@@ -107,51 +100,36 @@ class ShallowPart:
             self._obstacle = reasons.FORECAST_GRADIENTS
         names = options.get("uuids") or options.get("cond_or_uncond") or [0]
         # Another node may call the model for a part of them.
-        if self._obstacle is not None or shape[0] % len(names):
-            return None
-        keys: list[Hashable] = []
-        with self._lock:
-            for name in names:
-                key = (name, device, shape[0] // len(names), *shape[1:])
-                keys.append((*key, self._calls[key]))
-                self._calls[key] += 1
-        return keys
+        return None if self._obstacle is not None else self._run.keys_of(names, shape, device)
 
     def given(self, keys: Sequence[Hashable]) -> Tensor | None:
         """What takes the place of what would come up in a call; None if the call is whole."""
-        with self._lock:
-            return self._features.at(keys, self._place) if self._is_shallow else None
+        return self._run.given(keys)
 
     def keep(self, keys: Sequence[Hashable], came: Tensor | None) -> None:
-        """Keep what came up in a whole call that has ended well, if all of its answer are whole."""
-        if came is not None and self._obstacle is None and not self._is_shallow:
-            with self._lock:
-                self._features.keep(keys, self._place, came)
+        """Keep what came up in a whole call that has ended well."""
+        if self._obstacle is None:
+            self._run.keep(keys, came)
 
     def _begin(self, sigma: Tensor, options: Mapping[str, Any]) -> None:
         """Begin a guided answer: decide whether it is shallow."""
         index, done = self._answers, self._steps.done
         self._answers += 1
-        self._calls.clear()
         while len(self._first_of_step) <= done:
             self._first_of_step.append(index)
-        if self._whole is None and done >= 2:
+        if not self._is_planned and done >= 2:
             # Two steps have told how many evaluations a step has.
-            self._count = (self._first_of_step[2] - self._first_of_step[1]) * self._steps.total
-            self._whole = whole_evaluations(self._config.ratio, self._count)
+            evaluations = self._first_of_step[2] - self._first_of_step[1]
+            self._run.plan(evaluations * self._steps.total)
+            self._is_planned = True
         level = self._level(sigma, index)
         conditions = conditions_of(self._guider, options, level)
         is_new, self._conditions = conditions != self._conditions, conditions
         if is_new:
-            self._features.clear()
+            self._run.clear()
         self._place = log_snr(level, self._is_flow) if level > 0 else self._place
-        self._is_shallow = (
-            self._whole is not None
-            and not is_new
-            and FIRST <= index < self._count
-            and index not in self._whole
-            and is_active(self._config, level, self._sampling.percent_to_sigma)
-        )
+        is_on = is_active(self._config, level, self._sampling.percent_to_sigma)
+        self._run.begin(index, self._place, may_be_shallow=is_on and not is_new)
 
     def _level(self, sigma: Tensor, index: int) -> float:
         """The noise level of an answer; reading it waits for the GPU, so a known one counts."""

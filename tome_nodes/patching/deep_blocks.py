@@ -1,99 +1,102 @@
 """The deep blocks of a UNet in evaluations that keep what comes up from them, or leave them out."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from .overrides import Forward, Override, Overrides
 
 
+class Before(NamedTuple):
+    """What was going on before an evaluation, within which another one may run."""
+
+    overrides: Overrides | None
+    given: Tensor | None
+    came: Tensor | None
+    times: int
+
+
 class DeepBlocks:
-    """All blocks of a UNet but the outermost ones."""
+    """All blocks of a UNet but the outermost ones.
 
-    def __init__(self, layers: Sequence[nn.Module]):
-        """``layers`` are theirs, in running order.
+    Attributes:
+        modules: all modules in them.
+    """
 
-        Each takes a feature map, ``[samples, channels, height, width]``, as its first argument and
-        returns one.
+    def __init__(self, stand_ins: Sequence[Override], last: nn.Module):
+        """Prepare to leave blocks out.
+
+        Args:
+            stand_ins: what blocks, or their layers, run in place of their own methods where they
+                are left out, all but the last.
+            last: the last layer of the deep blocks. Its first argument and what it returns is a
+                feature map, ``[samples, channels, height, width]``; alone, or in a tuple if it is
+                called with ``return_dict=False``.
         """
-        *self._layers, self._last = layers
+        self.modules = frozenset(
+            part
+            for layer in (*(module for module, _, _ in stand_ins), last)
+            for part in layer.modules()
+        )
+        self._stand_ins = stand_ins
+        self._last = last
         self._given: Tensor | None = None
         self._came: Tensor | None = None
         self._times = 0
-        self._left_out = Overrides(self._stand_ins)
-        self._watched = Overrides(
-            lambda: [(self._last, "forward", self._watch(self._last.forward))]
-        )
+        self._left_out = Overrides(lambda: [*self._stand_ins, (last, "forward", self._give)])
+        self._watched = Overrides(lambda: [(last, "forward", self._watch(last.forward))])
         self._now: Overrides | None = None
 
-    @contextmanager
-    def left_out(self, given: Tensor) -> Iterator[None]:
-        """For an evaluation in which ``given`` takes the place of what would come up."""
-        before, self._given = self._given, given
-        try:
-            with self._put_on(self._left_out):
-                yield
-        finally:
-            self._given = before
+    def begin(self, given: Tensor | None) -> Before:
+        """Begin an evaluation, which is to be ended whatever happens.
 
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """For an evaluation in which they run; :attr:`came` is known until its end."""
-        before = self._times, self._came
-        self._times, self._came = 0, None
-        try:
-            with self._put_on(self._watched):
-                yield
-        finally:
-            self._times, self._came = before
+        ``given`` takes the place of what would come up from the deep blocks; they run if it is
+        None. Returns what :meth:`end` is to be called with.
+        """
+        before = Before(self._now, self._given, self._came, self._times)
+        if self._now is not None:
+            self._now.take_off()
+        self._given, self._came, self._times = given, None, 0
+        self._now = self._watched if given is None else self._left_out
+        self._now.put_on()
+        return before
+
+    def end(self, before: Before) -> None:
+        """End an evaluation; one within which it ran goes on."""
+        if self._now is not None:
+            self._now.take_off()
+        self._now, self._given, self._came, self._times = before
+        if self._now is not None:
+            self._now.put_on()
 
     @property
     def came(self) -> Tensor | None:
-        """What came up in the evaluation that is watched, ``[samples, channels, height, width]``.
+        """What has come up in an evaluation, ``[samples, channels, height, width]``.
 
         None if the blocks have not run, or more than once.
         """
         return self._came if self._times == 1 else None
 
-    def _stand_ins(self) -> list[Override]:
-        return [
-            *((layer, "forward", _nothing) for layer in self._layers),
-            (self._last, "forward", self._give),
-        ]
-
-    def _give(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def _give(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         assert self._given is not None
         # What follows may change it in place.
-        return self._given.clone()
+        given = self._given.clone()
+        return (given,) if kwargs.get("return_dict") is False else given
 
     def _watch(self, forward: Forward) -> Forward:
         def run(*args: Any, **kwargs: Any) -> Any:
-            h = forward(*args, **kwargs)
+            answer = forward(*args, **kwargs)
+            h: Tensor = answer[0] if isinstance(answer, tuple) else answer
             # What follows may change it in place.
             self._came = h.clone()
             self._times += 1
-            return h
+            return answer
 
         return run
 
-    @contextmanager
-    def _put_on(self, overrides: Overrides) -> Iterator[None]:
-        """Put overrides on, in place of those of an evaluation within which this one runs."""
-        outer, self._now = self._now, overrides
-        if outer is not None:
-            outer.take_off()
-        try:
-            overrides.put_on()
-            yield
-        finally:
-            overrides.take_off()
-            self._now = outer
-            if outer is not None:
-                outer.put_on()
 
-
-def _nothing(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """What a layer that is left out gives: a map of no channels, so that skips cost nothing."""
-    return x[:, :0]
+def no_channels(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """What a layer gives that is left out: a map of no channels, so that skips cost nothing."""
+    nothing = x[:, :0]
+    return (nothing,) if kwargs.get("return_dict") is False else nothing

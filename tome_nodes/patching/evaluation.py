@@ -1,6 +1,6 @@
 """One evaluation of a model: its state while it goes on, and what it did."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ class Evaluation:
             that none does.
         by_stack: whether a stack whose blocks share a plan is overridden as one: only its first
             block, its last, and the attentions whose keys merge.
+        left_out: the modules of a UNet that do not run in it, as it is shallow.
         is_uncompiled: whether the compiler of the model had no graph for it, and made none.
         outer: the evaluation of the same model within which it runs; else None.
     """
@@ -36,6 +37,7 @@ class Evaluation:
     deepest: int
     may_be_patched: bool = True
     by_stack: bool = False
+    left_out: Set[nn.Module] = frozenset()
     is_uncompiled: bool = False
     outer: "Evaluation | None" = None
 
@@ -106,7 +108,7 @@ class Result:
         outcomes: the outcomes of the blocks that ran, in the order of the model.
         reason: why nothing was to merge in the whole evaluation; None if something was.
         is_active: whether it was to merge: between ``start_percent`` and ``end_percent``.
-        is_shallow: whether only the outermost blocks of a UNet ran, which do not merge.
+        is_shallow: whether only the outermost blocks of a UNet ran.
     """
 
     step: int

@@ -63,10 +63,10 @@ class PatchedModel(ModelState):
         self.record = record
         self.max_downsample = deepest_level(config, levels)
         self._levels = sorted(levels)
-        self._overrides: dict[tuple[int, bool], Overrides] = {}
+        self._overrides: dict[tuple[int, bool, bool], Overrides] = {}
         self._deepest: dict[Grid, int] = {}
         self._too_little: dict[Grid, str | None] = {}
-        self._overridden: dict[int, list[Block]] = {}
+        self._overridden: dict[tuple[int, bool], list[Block]] = {}
         self.blocks = [
             record.block(self, stack, index)
             for stack in stacks
@@ -127,7 +127,7 @@ class PatchedModel(ModelState):
         self._overrides_for(evaluation).take_off()
         if evaluation.outer is not None:
             self._overrides_for(evaluation.outer).put_on()
-        for block in self._overridden_blocks(evaluation.deepest):
+        for block in self.overridden_blocks(evaluation):
             if block.outcome.has_run:
                 block.forget()
         self.evaluation = evaluation.outer
@@ -135,7 +135,7 @@ class PatchedModel(ModelState):
     def outcomes(self, evaluation: Evaluation) -> list[Outcome]:
         """The outcomes of the blocks that have run."""
         outcomes = []
-        for block in self._overridden_blocks(evaluation.deepest):
+        for block in self.overridden_blocks(evaluation):
             outcome = block.outcome
             if outcome.has_run:
                 if evaluation.by_stack:
@@ -145,23 +145,27 @@ class PatchedModel(ModelState):
         return outcomes
 
     def _overrides_for(self, evaluation: Evaluation) -> Overrides:
-        kind = evaluation.deepest, evaluation.by_stack
+        by_stack = evaluation.by_stack
+        kind = evaluation.deepest, by_stack, bool(evaluation.left_out)
         if kind not in self._overrides:
-            deepest, by_stack = kind
-            blocks = self._overridden_blocks(deepest)
+            blocks = self.overridden_blocks(evaluation)
             self._overrides[kind] = Overrides(
                 lambda: [each for block in blocks for each in block.overrides(by_stack)]
             )
         return self._overrides[kind]
 
-    def _overridden_blocks(self, deepest: int) -> list[Block]:
-        """The blocks that are overridden if grids may be ``deepest`` times smaller to be merged."""
-        if self.observer.follows_blocks:
-            return self.blocks
-        if deepest not in self._overridden:
-            blocks = [block for block in self.blocks if block.stack.level <= deepest]
-            self._overridden[deepest] = blocks
-        return self._overridden[deepest]
+    def overridden_blocks(self, evaluation: Evaluation) -> list[Block]:
+        """The blocks that are overridden in an evaluation."""
+        deepest, left_out = evaluation.deepest, evaluation.left_out
+        kind = deepest, bool(left_out)
+        if kind not in self._overridden:
+            self._overridden[kind] = [
+                block
+                for block in self.blocks
+                if (self.observer.follows_blocks or block.stack.level <= deepest)
+                and block.module not in left_out
+            ]
+        return self._overridden[kind]
 
     @cached_property
     def _work(self) -> Work | None:

@@ -5,7 +5,7 @@ Then the overrides go on, the model runs, the overrides come off, and the observ
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from functools import partial
 from threading import RLock
 from typing import NamedTuple, TypeVar
@@ -19,7 +19,7 @@ from ..ops.random_picks import step_key
 from ..settings.config import ToMeConfig
 from ..strategies.plan import Grid
 from .compiling import has_no_more_graphs, with_graphs_so_far
-from .deep_blocks import DeepBlocks
+from .deep_blocks import Before, DeepBlocks
 from .engine import Engine, MakeStrategy, first_line, make_engine
 from .evaluation import Evaluation, Observer, Result
 from .model import ModelRecord, PatchedModel
@@ -47,6 +47,7 @@ class Request(NamedTuple):
         obstacle: why nothing can merge in it, according to the host; else None.
         may_be_patched: whether other code may patch the inside of blocks; False if the host knows
             that none does.
+        left_out: the modules of a UNet that do not run in it, as it is shallow.
     """
 
     step: MergingStep
@@ -55,6 +56,7 @@ class Request(NamedTuple):
     dtype: torch.dtype
     obstacle: str | None = None
     may_be_patched: bool = True
+    left_out: Set[nn.Module] = frozenset()
 
 
 class Begun(NamedTuple):
@@ -65,12 +67,28 @@ class Begun(NamedTuple):
         step: its step.
         obstacle: why nothing merges in it; None if something may.
         evaluation: its state; None if nothing merges.
+        is_shallow: whether the deep blocks are left out.
     """
 
     lock: RLock
     step: MergingStep
     obstacle: str | None
     evaluation: Evaluation | None
+    is_shallow: bool
+
+
+class BegunDeep(NamedTuple):
+    """An evaluation with the deep blocks of a UNet that has begun.
+
+    Attributes:
+        lock: what this thread holds until it ends.
+        deep: the blocks.
+        before: what :meth:`DeepBlocks.end` is to be called with.
+    """
+
+    lock: RLock
+    deep: DeepBlocks
+    before: Before
 
 
 class ModelRun:
@@ -144,31 +162,47 @@ class ModelRun:
         self, call: Callable[[], Answer], request: Request, deep: DeepBlocks
     ) -> tuple[Answer, Tensor | None]:
         """The same, and what came up from the deep blocks; see :attr:`DeepBlocks.came`."""
-        with self._lock, deep.watched():
+        begun = self.begin_deep(deep, None)
+        try:
             return self.evaluate(call, request), deep.came
+        finally:
+            self.end_deep(begun)
 
     def evaluate_shallow(
-        self, call: Callable[[], Answer], step: MergingStep, deep: DeepBlocks, given: Tensor
+        self, call: Callable[[], Answer], request: Request, deep: DeepBlocks, given: Tensor
     ) -> Answer:
-        """The answer of a model whose deep blocks do not run, and in which nothing merges.
+        """The same of a model whose deep blocks do not run.
 
-        ``given`` takes the place of what would come up from them. The observer gets the result,
-        unless ``call`` raised; if only the compiler of the model makes no more graphs, the answer
-        is that of the graphs so far, or of none.
+        ``given`` takes the place of what would come up from them.
         """
-        model = self.model
-        with self._lock:
-            try:
-                with deep.left_out(given):
-                    answer = call() if self.may_compile else with_graphs_so_far(call)
-            except Exception as error:
-                if not self.may_compile or not has_no_more_graphs(error):
-                    raise
-                self.may_compile = False
-                with deep.left_out(given):
-                    answer = with_graphs_so_far(call)
-            model.observer.note(Result(step.index, len(model.blocks), is_shallow=True))
-        return answer
+        request = request._replace(left_out=deep.modules)
+        return self.evaluate(partial(self._without, deep, given, call), request)
+
+    def _without(self, deep: DeepBlocks, given: Tensor, call: Callable[[], Answer]) -> Answer:
+        """The answer of a model whose deep blocks do not run."""
+        # After the overrides of an evaluation, so that they are the outer ones.
+        begun = self.begin_deep(deep, given)
+        try:
+            return call()
+        finally:
+            self.end_deep(begun)
+
+    def begin_deep(self, deep: DeepBlocks, given: Tensor | None) -> BegunDeep:
+        """Begin an evaluation with the deep blocks, see :meth:`DeepBlocks.begin`."""
+        lock = self._lock
+        lock.acquire()
+        try:
+            return BegunDeep(lock, deep, deep.begin(given))
+        except BaseException:
+            lock.release()
+            raise
+
+    def end_deep(self, begun: BegunDeep) -> None:
+        """End an evaluation with the deep blocks."""
+        try:
+            begun.deep.end(begun.before)
+        finally:
+            begun.lock.release()
 
     @property
     def _lock(self) -> RLock:
@@ -182,25 +216,25 @@ class ModelRun:
         lock.acquire()
         try:
             obstacle = self._obstacle(request)
-            self._may_merge = obstacle is None
-            evaluation = None
-            if obstacle is None:
-                evaluation = self._evaluation(request)
+            evaluation = None if obstacle is not None else self._evaluation(request)
+            self._may_merge = evaluation is not None and bool(model.overridden_blocks(evaluation))
+            if evaluation is not None:
                 model.begin(evaluation)
         except BaseException:
             lock.release()
             raise
-        return Begun(lock, request.step, obstacle, evaluation)
+        return Begun(lock, request.step, obstacle, evaluation, bool(request.left_out))
 
     def note(self, begun: Begun) -> None:
         """Tell the observer what an evaluation did."""
-        model, (_, step, obstacle, evaluation) = self.model, begun
+        model, (_, step, obstacle, evaluation, is_shallow) = self.model, begun
         outcomes = [] if evaluation is None else model.outcomes(evaluation)
         if evaluation is not None and evaluation.is_uncompiled and model.model not in _said:
             _said.add(model.model)
             log.warning("[ToMe] %s", reasons.NO_MORE_GRAPHS)
         blocks = len(model.blocks)
-        model.observer.note(Result(step.index, blocks, outcomes, obstacle, step.is_active))
+        is_active = step.is_active
+        model.observer.note(Result(step.index, blocks, outcomes, obstacle, is_active, is_shallow))
 
     def end(self, begun: Begun) -> None:
         """End an evaluation."""
@@ -238,6 +272,7 @@ class ModelRun:
             by_stack=not (
                 request.may_be_patched or torch.is_grad_enabled() or model.observer.follows_blocks
             ),
+            left_out=request.left_out,
         )
 
     def _engine(self, device: torch.device, dtype: torch.dtype) -> Engine:

@@ -10,11 +10,11 @@ from torch import nn
 
 from ..patching.model import uncompiled
 from ..settings.config import ToMeConfig
-from .flow_call import flow_call
 from .forecast_calls import ForecastCalls
 from .patched_calls import PatchedCalls
 from .patched_model import Host, NetworkPatch
 from .pipeline_runs import PipelineRuns
+from .scheduling import Scheduling
 
 
 class DiffusersTransformers(Host):
@@ -36,7 +36,7 @@ class DiffusersTransformers(Host):
             )
             return [(own, None)] if is_one else []
         named = ((name, uncompiled(component)) for name, component in components.items())
-        runs = PipelineRuns(model, is_unet=False)
+        runs = PipelineRuns(Scheduling(model))
         return [
             (component, runs)
             for name, component in named
@@ -56,5 +56,4 @@ class DiffusersTransformers(Host):
             )
 
     def calls(self, patch: NetworkPatch, model: nn.Module) -> PatchedCalls:
-        forecasting = ForecastCalls(patch.config, model, patch.context, flow_call)
-        return PatchedCalls(model, forecasting, None)
+        return ForecastCalls(patch.config, model, patch.context)

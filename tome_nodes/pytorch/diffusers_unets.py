@@ -1,21 +1,26 @@
 """The UNets of the diffusers library."""
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from diffusers import Transformer2DModel, UNet2DConditionModel
 from diffusers.models import attention_processor
-from torch import nn
+from diffusers.models.unets import unet_2d_blocks
+from torch import Tensor, nn
 
 from .. import reasons
+from ..patching.deep_blocks import DeepBlocks, no_channels
 from ..patching.model import uncompiled
+from ..patching.overrides import Override
 from ..patching.unet import UNetRecord
 from ..patching.work import Layer
 from ..settings.config import ToMeConfig
-from .model_call import TIMESTEPS
+from .arguments import TIMESTEPS, is_anything, total, traits
 from .patched_unet import UNetContext, UNetHost
-from .pipeline_runs import PipelineRuns
+from .scheduling import Scheduling
+from .unets import Arguments
 
 # IP-Adapter scales its masks to the number of queries, as if they were a whole picture.
 _MASKS = ("attention_mask", "ip_adapter_masks")
@@ -42,6 +47,17 @@ _FOR_TEXT = _FOR_ITSELF | {
     attention_processor.IPAdapterXFormersAttnProcessor,
 }
 """The processors with which an attention to text takes any number of queries."""
+
+_DOWN = unet_2d_blocks.DownBlock2D, unet_2d_blocks.CrossAttnDownBlock2D
+_UP = unet_2d_blocks.UpBlock2D, unet_2d_blocks.CrossAttnUpBlock2D
+"""The blocks that can be left out."""
+
+_CONTROL = (
+    "down_block_additional_residuals",
+    "mid_block_additional_residual",
+    "down_intrablock_additional_residuals",
+)
+"""Arguments whose values change from step to step, unless they are 0."""
 
 
 def _layers(model: Any) -> Iterator[Layer]:
@@ -111,7 +127,7 @@ class DiffusersUNets(UNetHost):
         if scheduler is None:
             return [(unet, UNetContext())]
         levels = getattr(scheduler, "config", {}).get("num_train_timesteps") or TIMESTEPS
-        return [(unet, UNetContext(levels, PipelineRuns(model, is_unet=True)))]
+        return [(unet, UNetContext(levels, Scheduling(model)))]
 
     def obstacle(self, unet: nn.Module, config: ToMeConfig) -> str | None:
         if torch.is_grad_enabled() and unet.is_gradient_checkpointing:
@@ -120,3 +136,72 @@ class DiffusersUNets(UNetHost):
         if fused and config.attn_tokens != "q,k,v":
             return reasons.FUSED
         return None
+
+    def deep_blocks(self, unet: Any) -> DeepBlocks | None:
+        """All but the layer in front of the blocks and the last layers of the last one."""
+        *up, outermost = unet.up_blocks
+        blocks = [*unet.down_blocks, *up, outermost]
+        is_known = all(type(block) in _DOWN + _UP for block in blocks)
+        if not is_known or len(outermost.resnets) < 2 or outermost.upsamplers:
+            return None
+        left_out: list[Override] = [
+            *((block, "forward", partial(_no_skips, _skips(block))) for block in unet.down_blocks),
+            *((block, "forward", _no_map) for block in (unet.mid_block, *up) if block),
+        ]
+        layers = [*outermost.resnets][:-1]
+        if hasattr(outermost, "attentions"):
+            pairs = zip(layers, outermost.attentions, strict=False)
+            layers = [layer for pair in pairs for layer in pair]
+        *others, last = layers
+        return DeepBlocks([*left_out, *((each, "forward", no_channels) for each in others)], last)
+
+    def whole_only(self, unet: nn.Module) -> str | None:
+        return reasons.STREAMED if any(map(_is_streamed, unet.modules())) else None
+
+    def conditions(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable:
+        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        return traits(given, lambda name: is_anything if name in _CONTROL else total)
+
+    def shallow_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments | None:
+        """The same, but nothing is added to blocks that are left out."""
+        added = {name: kwargs[name] for name in _CONTROL if kwargs.get(name) is not None}
+        if not added:
+            return args, kwargs
+        down, middle, _ = (added.get(name) for name in _CONTROL)
+        nothing = {name: _nothing(each) for name, each in added.items()}
+        if down is not None and middle is not None:
+            # A ControlNet adds the first of them to what the outermost block gets.
+            nothing[_CONTROL[0]] = [down[0], *nothing[_CONTROL[0]][1:]]
+        return args, {**kwargs, **nothing}
+
+
+def _skips(block: Any) -> int:
+    """How many feature maps a block on the way down hands on to the way up."""
+    return len(block.resnets) + len(block.downsamplers or ())
+
+
+def _no_skips(
+    count: int, hidden_states: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """What a block on the way down gives that is left out: maps of no channels."""
+    nothing = no_channels(hidden_states)
+    return nothing, (nothing,) * count
+
+
+def _no_map(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """What another block gives that is left out."""
+    nothing: Tensor = no_channels(hidden_states)
+    return nothing
+
+
+def _nothing(added: Any) -> Any:
+    """What adds nothing, to a feature map of any size."""
+    return added.new_zeros(()) if isinstance(added, Tensor) else [_nothing(each) for each in added]
+
+
+def _is_streamed(module: nn.Module) -> bool:
+    """Whether weights come in through a stream, each block asking for those of the next."""
+    hooks = getattr(getattr(module, "_diffusers_hook", None), "hooks", {})
+    return "lazy_prefetch_group_offloading" in hooks or any(
+        getattr(getattr(hook, "group", None), "stream", None) is not None for hook in hooks.values()
+    )

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import reasons
-from .model_call import ModelCall
+from .arguments import total, traits
 
 _FLOWS: Mapping[str, tuple[float, float]] = {
     "FluxTransformer2DModel": (0.0, 1.0),
@@ -43,29 +43,51 @@ as control, may change from step to step."""
 
 
 @dataclass(frozen=True, eq=False)
-class FlowCall(ModelCall):
+class FlowCall:
     """One call of a transformer that predicts a flow.
 
-    Its latent is ``[batch, tokens, channels]``, or ``[batch, channels, height, width]``, with
-    frames before the height if it is a video. Its time is the share of noise in the latent.
-
     Attributes:
+        latent: the noisy latent in float32, ``[batch, tokens, channels]``, or
+            ``[batch, channels, height, width]``, with frames before the height if it is a video.
+        time: the share of noise in it, as the model is told.
+        network: the model.
+        others: the arguments besides the noisy latent and the timestep, by name.
         sign: 1, or -1 if timesteps grow as the noise falls.
         value: the argument that holds the latent.
     """
 
+    latent: Tensor
+    time: float
+    network: nn.Module
+    others: Mapping[str, Any]
     sign: int
     value: Any
 
-    def is_steady(self, name: Hashable) -> bool:
-        return name in _BY_VALUE
+    @property
+    def conditions(self) -> Hashable:
+        """Everything besides the noise that decides the answer, as far as the call shows."""
+        return id(self.network), traits(
+            self.others, lambda name: total if name in _BY_VALUE else None
+        )
 
     def denoised(self, result: Any, noise: float) -> Tensor:
+        """The denoised latent that follows from what the model returned.
+
+        ``noise`` is the noise level, as the scheduler has it.
+        """
         sample = torch.stack(result[0]) if isinstance(result[0], list) else result[0]
         flow = sample[:, : self.latent.shape[1]].float()
         return self.latent - self.sign * noise * flow
 
-    def predicted(self, denoised: Tensor, noise: float) -> Any:
+    def returned(self, denoised: Tensor, noise: float, kind: Any) -> Any:
+        """What the model would return for a denoised latent; undoes :meth:`denoised`.
+
+        ``kind`` is the type of what it returns.
+        """
+        sample = self._predicted(denoised, noise)
+        return (sample,) if issubclass(kind, tuple) else kind(sample=sample)
+
+    def _predicted(self, denoised: Tensor, noise: float) -> Any:
         flow = (self.latent - denoised) / (self.sign * noise)
         if isinstance(self.value, list):
             return list(flow.to(self.value[0].dtype))
@@ -74,13 +96,8 @@ class FlowCall(ModelCall):
         return F.pad(flow, (0, 0, 0, behind)).to(self.value.dtype)
 
 
-def flow_call(
-    network: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], scheduler: Any = None
-) -> FlowCall | str:
-    """A call of a transformer of diffusers with some arguments, or why it cannot be forecast.
-
-    What it predicts is known without its scheduler.
-    """
+def flow_call(network: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> FlowCall | str:
+    """A call of a transformer of diffusers with some arguments, or why it cannot be forecast."""
     kinds: Any = type(network).__mro__
     own = next((kind for kind in kinds if kind.__module__.startswith("diffusers.")), None)
     if own is None or own.__name__ not in _FLOWS:

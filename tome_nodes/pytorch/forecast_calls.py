@@ -1,53 +1,65 @@
-"""The part of a model's calls that forecasts answers, for diffusers.
+"""The calls of a transformer whose answers are forecast in some steps, for diffusers.
 
 A pipeline guides by itself, in one call of the model or in several. At the first call of a step it
 is decided whether all of them are forecast.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.decorators import skip
 
 from ..settings.config import ToMeConfig
-from .model_call import ModelCall
+from .flow_call import FlowCall, flow_call
+from .log_once import log
+from .patched_calls import PatchedCalls
 from .pipeline_runs import PipelineRun, PipelineRuns
 
-View = Callable[[Any, Sequence[Any], Mapping[str, Any], Any], ModelCall | str]
-"""Returns a call of a model with some arguments, which a scheduler goes by; or why it cannot be
-forecast."""
 
+class ForecastCalls(PatchedCalls):
+    """Forecasts the answers of a transformer in the calls of one thread."""
 
-class ForecastCalls:
-    """Forecasts the answers of a model in the calls of one thread.
-
-    Attributes:
-        runs: the runs of its pipeline.
-    """
-
-    def __init__(self, config: ToMeConfig, network: nn.Module, runs: PipelineRuns, view: View):
-        """``view`` views the calls of ``network``."""
+    def __init__(self, config: ToMeConfig, network: nn.Module, runs: PipelineRuns):
+        """``runs`` are those of its pipeline."""
+        super().__init__(network)
         self._config = config
-        self._network = network
-        self.runs = runs
-        self._view = view
+        self._runs = runs
         self._kind: type | None = None
 
-    @torch.compiler.disable
-    def begin(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[PipelineRun, ModelCall] | None:
-        """Begin a call; None, and a warning once, if it is not known which run it belongs to."""
-        call = self._view(self._network, args, kwargs, self.runs.scheduler)
-        run = call if isinstance(call, str) else self.runs.begin(call, self._config)
-        if isinstance(call, str) or isinstance(run, str):
-            self.runs.warn(str(run))
-            return None
-        return None if run is None else (run, call)
+    @skip
+    def answer(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """What a call of the model returns: the model runs if it is not forecast."""
+        begun = self._begin(args, kwargs)
+        if begun is None:
+            return forward(*args, **kwargs)
+        answer = self._predict(*begun)
+        if answer is not None:
+            return answer
+        try:
+            answer = forward(*args, **kwargs)
+        except BaseException:
+            self._runs.end()
+            raise
+        return self._observe(*begun, answer)
 
     @torch.compiler.disable
-    def predict(self, run: PipelineRun, call: ModelCall) -> Any:
+    def _begin(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[PipelineRun, FlowCall] | None:
+        """Begin a call; None, and a warning once, if it is not known which run it belongs to."""
+        call = flow_call(self.network, args, kwargs)
+        run = call if isinstance(call, str) else self._runs.begin(call, self._config)
+        if isinstance(call, str) or isinstance(run, str):
+            self._runs.warn(str(run))
+            return None
+        return run, call
+
+    @torch.compiler.disable
+    def _predict(self, run: PipelineRun, call: FlowCall) -> Any:
         """What the model is forecast to return; None if it has to run."""
         if run.forecasts is None:
             return None
@@ -55,11 +67,31 @@ class ForecastCalls:
         return None if denoised is None else call.returned(denoised, run.noise, self._kind)
 
     @torch.compiler.disable
-    def observe(self, run: PipelineRun, call: ModelCall, result: Any) -> Any:
-        """Note what the model returned; return what the call is to return."""
-        denoised = None if run.forecasts is None else call.denoised(result, run.noise)
-        if run.forecasts is None or denoised is None:
-            return result
-        self._kind = type(result)
-        corrected = run.forecasts.observe(run.step, denoised, run.call)
-        return result if corrected is denoised else call.returned(corrected, run.noise, self._kind)
+    def _observe(self, run: PipelineRun, call: FlowCall, result: Any) -> Any:
+        """Note what the model returned, and what the run did after its last step.
+
+        Returns what the call is to return.
+        """
+        answer = result
+        if run.forecasts is not None:
+            denoised = call.denoised(result, run.noise)
+            self._kind = type(result)
+            corrected = run.forecasts.observe(run.step, denoised, run.call)
+            if corrected is not denoised:
+                answer = call.returned(corrected, run.noise, self._kind)
+        if run.is_last_step:
+            self._report(run)
+            if run.is_over:
+                self._runs.end()
+        return answer
+
+    def _report(self, run: PipelineRun) -> None:
+        """Log what was forecast in a run. An error is logged, and costs no picture."""
+        try:
+            record = run.finish()
+            if self._runs.once.is_new(record.line):
+                record.log()
+        except Exception as error:
+            log.warning(
+                "[ToMe] the report of this run is missing: %s: %s", type(error).__name__, error
+            )

@@ -4,15 +4,20 @@ Each code base has its own copy of the classes, so modules are recognised by the
 spatial transformer has ``transformer_blocks``, which have ``attn1``, ``attn2`` and ``ff``.
 """
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 from torch import nn
 
 from .. import reasons
+from ..patching.deep_blocks import DeepBlocks, no_channels
 from ..patching.model import uncompiled
 from ..patching.unet import UNetRecord, layers_by_level
 from ..settings.config import ToMeConfig
-from .model_call import TIMESTEPS
+from .arguments import TIMESTEPS
 from .patched_unet import UNetContext, UNetHost
+from .unets import Arguments
 
 
 def _is_stack(module: nn.Module) -> bool:
@@ -50,3 +55,15 @@ class LdmUNets(UNetHost):
         ):
             return reasons.RECOMPUTED
         return None
+
+    def deep_blocks(self, unet: Any) -> DeepBlocks | None:
+        inputs, outputs = unet.input_blocks, unet.output_blocks
+        if len(inputs) != len(outputs) or len(inputs) < 2:
+            return None
+        blocks: list[nn.Module] = [*inputs[1:], unet.middle_block, *outputs[:-1]]
+        *others, last = blocks
+        return DeepBlocks([(block, "forward", no_channels) for block in others], last)
+
+    def shallow_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments | None:
+        # A ControlNet adds to the skips of all blocks.
+        return None if kwargs.get("control") is not None else (args, kwargs)

@@ -1,13 +1,14 @@
-"""The part of a UNet's calls that merges tokens, for diffusers and latent-diffusion.
+"""The calls of a UNet that merges tokens and may run shallowly, for diffusers and latent-diffusion.
 
 A call puts the overrides on the transformer blocks, runs the model and takes them off again.
 """
 
 import math
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, SupportsFloat
+from typing import Any, NamedTuple, SupportsFloat
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +18,19 @@ from .. import reasons
 from ..patching.compiling import with_graphs_so_far
 from ..patching.engine import MakeStrategy
 from ..patching.evaluation import Observer, Result
-from ..patching.model_run import ModelRun, Request
-from ..patching.schedule import MergingStep, is_active
-from ..patching.unet import UNetRecord
+from ..patching.model_run import ModelRun, Request, why_stopped
+from ..patching.schedule import MergingStep, is_active, progress_at
 from ..report import log_line
 from ..report.counts import Counts
 from ..report.run_record import RunRecord, merging_record
 from ..settings.config import ToMeConfig
 from ..strategies.plan import Grid
-from .log_once import LogOnce
-from .model_call import first_two_arguments
+from .arguments import first_two_arguments
+from .log_once import LogOnce, log
+from .patched_calls import PatchedCalls
+from .scheduling import Scheduling
+from .unet_run import UNetRun
+from .unets import UNets
 
 
 class _Latest(Observer):
@@ -44,13 +48,38 @@ class _Untraced(ModelRun):
     begin = torch.compiler.disable(ModelRun.begin)
     note = torch.compiler.disable(ModelRun.note)
     end = torch.compiler.disable(ModelRun.end)
+    begin_deep = torch.compiler.disable(ModelRun.begin_deep)
+    end_deep = torch.compiler.disable(ModelRun.end_deep)
 
 
-for _function in (ModelRun.evaluate, ModelRun._evaluated, with_graphs_so_far):
+for _function in (
+    ModelRun.evaluate,
+    ModelRun._evaluated,
+    ModelRun.evaluate_watched,
+    ModelRun.evaluate_shallow,
+    ModelRun._without,
+    with_graphs_so_far,
+):
     skip(_function)
 
 
-class MergingCalls:
+class _Call(NamedTuple):
+    """A call that has begun.
+
+    Attributes:
+        request: what merging has to know of it.
+        keys: what its features are kept under; None if it keeps none and has none.
+        given: what takes the place of what would come up from the deep blocks; None if they run.
+        outside: the arguments of a shallow call, by position and by name.
+    """
+
+    request: Request
+    keys: list[Hashable] | None = None
+    given: Tensor | None = None
+    outside: tuple[Sequence[Any], Mapping[str, Any]] = (), {}
+
+
+class MergingCalls(PatchedCalls):
     """Merges tokens in the calls of a UNet in one thread, whose place in a sampling run it follows.
 
     The place follows from the second argument of a call, the timestep. In a run it falls from one
@@ -61,90 +90,164 @@ class MergingCalls:
     def __init__(
         self,
         config: ToMeConfig,
-        record: UNetRecord,
+        unets: UNets,
         unet: nn.Module,
         make_strategy: MakeStrategy,
         levels: int,
-        find_obstacle: Callable[[nn.Module, ToMeConfig], str | None],
+        scheduling: Scheduling,
         once: LogOnce,
     ):
         """Prepare to merge in a UNet that was trained on ``levels`` noise levels.
 
-        ``find_obstacle`` returns why it cannot merge tokens in its current state, None if it can;
-        ``once`` logs what is said of it.
+        ``scheduling`` knows the scheduler of its pipeline, if it has one; ``once`` logs what is
+        said of it.
         """
+        super().__init__(unet)
         self._config = config
-        self._unet = unet
+        self._unets = unets
         self._latest = _Latest()
-        self._run = _Untraced(config, record, unet, make_strategy, self._latest)
-        self._find_obstacle = find_obstacle
+        self._merging = _Untraced(config, unets.record, unet, make_strategy, self._latest)
+        self._scheduling = scheduling
         self._once = once
         self._latent = Grid(0, 0)
         self._completed = True
+        self._levels = levels
         self._noisiest = levels - 1
         self._timestep = math.inf
+        may_be_shallow = config.forecast and config.ratio > 0
+        self._deep = unets.deep_blocks(unet) if may_be_shallow else None
+        self._run: UNetRun | None = None
 
     @skip
-    def call(
+    def answer(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """What a call of the UNet returns, which merges tokens or runs shallowly."""
+        call = self._begin(args, kwargs)
+        if call is None:
+            return forward(*args, **kwargs)
+        try:
+            answer = self._evaluated(forward, args, kwargs, call)
+        except BaseException:
+            self._run = None
+            raise
+        self._complete()
+        return answer
+
+    @skip
+    def _evaluated(
         self,
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        step: int,
-        counts: Counts | None,
+        call: _Call,
     ) -> Any:
-        """What a call of the UNet returns, which merges tokens; ``forward`` calls the UNet itself.
+        merging, deep, request = self._merging, self._deep, call.request
+        whole = partial(forward, *args, **kwargs)
+        if deep is None or call.keys is None:
+            return merging.evaluate(whole, request)
+        try:
+            if call.given is not None:
+                own = partial(forward, *call.outside[0], **call.outside[1])
+                return merging.evaluate_shallow(own, request, deep, call.given)
+            answer, came = merging.evaluate_watched(whole, request, deep)
+            self._keep(call.keys, came)
+            return answer
+        except Exception as error:
+            why = self._stopped(error)
+            if why is None:
+                raise
+            came = None
+        # Not in the except block, where the traceback keeps the tensors of the evaluation.
+        call = _Call(request)
+        return merging.evaluate(whole, request)
 
-        ``step`` is the step that it belongs to, and ``counts`` counts what merges in its run; None
-        if that is not known, and each call is reported alone.
-        """
-        request = self._begin(args, kwargs, step)
-        if request is None:
-            return forward(*args, **kwargs)
-        answer = self._run.evaluate(partial(forward, *args, **kwargs), request)
-        self._complete(counts)
-        return answer
+    def warn_of_tracing(self) -> None:
+        self._warn(reasons.TRACED)
 
-    def warn(self, reason: str) -> None:
+    def _warn(self, reason: str) -> None:
         """Log why nothing merges, once."""
         self._once.warn(f"nothing merged: {reason}")
 
     @torch.compiler.disable
-    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> Request | None:
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
         """Begin a call; None if its arguments are not understood, which is logged once."""
-        sample, timestep = first_two_arguments(self._unet, args, kwargs)
+        sample, timestep = first_two_arguments(self.network, args, kwargs)
         is_sample = isinstance(sample, Tensor) and sample.ndim >= 4
         is_timestep = isinstance(timestep, SupportsFloat)
         if not (is_sample and is_timestep):
-            self.warn(reasons.UNKNOWN_CALL)
+            self._warn(reasons.UNKNOWN_CALL)
             return None
-        noise = timestep.max().item() if isinstance(timestep, Tensor) else timestep
+        noise = float(timestep.max() if isinstance(timestep, Tensor) else timestep)
         # A new run may have more memory.
         is_new = noise > self._timestep or not self._completed
-        if is_new and self._run.stopped == reasons.NO_MEMORY:
-            self._run.stopped = None
+        if is_new and self._merging.stopped == reasons.NO_MEMORY:
+            self._merging.stopped = None
         # So may the compiler have more room.
-        self._run.may_compile |= is_new
+        self._merging.may_compile |= is_new
         self._timestep = noise
         self._completed = False
-        at = self._step(noise, step)
+        is_on = is_active(self._config, noise, self._noise_at)
+        run = None if self._deep is None else self._follow(noise, is_on, args, kwargs)
+        at = self._step(noise, 0 if run is None else run.index, is_on)
         # The check may visit every module of the UNet.
-        obstacle = self._find_obstacle(self._unet, self._config) if at.is_active else None
-        device, self._latent = _execution_device(self._unet, sample), Grid(*sample.shape[-2:])
-        return Request(at, self._latent, device, sample.dtype, obstacle)
+        obstacle = self._unets.obstacle(self.network, self._config) if is_on else None
+        device, self._latent = _execution_device(self.network, sample), Grid(*sample.shape[-2:])
+        request = Request(at, self._latent, device, sample.dtype, obstacle)
+        if run is None or run.obstacle is not None:
+            return _Call(request)
+        keys = run.shallow.keys_of([0], sample.shape, sample.device)
+        given = None if keys is None else run.shallow.given(keys)
+        outside = None if given is None else self._unets.shallow_arguments(args, kwargs)
+        return _Call(request, keys) if outside is None else _Call(request, keys, given, outside)
+
+    def _follow(
+        self, timestep: float, is_on: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> UNetRun:
+        """The run that a call belongs to, which has begun it."""
+        run = self._run
+        if run is None or not run.takes(timestep):
+            if run is not None and run.counts.skipped_steps:
+                self._report_run(run)
+            run = self._run = UNetRun(self._config, self._scheduling, self._levels)
+            run.obstacle = self._unets.whole_only(self.network)
+        if run.obstacle is None and torch.is_grad_enabled():
+            run.obstacle = reasons.FORECAST_GRADIENTS
+        run.begin(timestep, self._unets.conditions(args[2:], kwargs), is_on)
+        return run
 
     @torch.compiler.disable
-    def _complete(self, counts: Counts | None) -> None:
+    def _keep(self, keys: Sequence[Hashable], came: Tensor | None) -> None:
+        """Keep what came up in a whole call that has ended well."""
+        assert self._run is not None
+        self._run.shallow.keep(keys, came)
+
+    @torch.compiler.disable
+    def _stopped(self, error: Exception) -> str | None:
+        """Why the rest of this run is whole after an error; None if that would not help."""
+        why = why_stopped(error)
+        if why is not None and self._run is not None:
+            log.warning("[ToMe] %s; the rest of this run goes on without shallow steps", why)
+            self._run.stop(why)
+        return why
+
+    @torch.compiler.disable
+    def _complete(self) -> None:
         """End a call: count what merged in its run, or report the call alone."""
         self._completed = True
         # Kept, it would hold the plans of all blocks.
         result, self._latest.result = self._latest.result, None
         if result is None:
             return
-        if counts is not None:
-            counts.note(result)
-        elif result.is_active:
+        run = self._run
+        if run is not None:
+            run.counts.note(result)
+        if (run is None or not run.is_known) and result.is_active and not result.is_shallow:
             self._report(result)
+        if run is not None and run.is_last:
+            self._report_run(run)
+            if run.is_over:
+                run.shallow.clear()
 
     def _report(self, result: Result) -> None:
         """Log what merged in a call, once for every size, or why nothing merged, once.
@@ -159,26 +262,47 @@ class MergingCalls:
         kind = self._latent, bool(counts.merged), obstacle, *log_line.deviations(counts)
         if not self._once.is_new(kind):
             return
-        record = self.finish(counts, {})
+        record = self._finish(counts, {})
         if record.nothing is not None:
             self._once.warn(record.nothing)
         elif record.gain is not None:
             self._once.info(f"{record.line}; {record.gain.words}")
 
-    def finish(self, counts: Counts, begun: Mapping[int, float]) -> RunRecord:
-        """The record of a run: what was counted, and when each step began, in seconds."""
-        name = type(self._unet).__name__
-        return merging_record(name, self._run, counts, self._latent, lambda: begun)
+    def _report_run(self, run: UNetRun) -> None:
+        """Log what was done in a run, once. An error is logged, and costs no picture."""
+        if run.is_reported:
+            return
+        run.is_reported = True
+        try:
+            run.counts.total_steps = run.index + 1
+            record = self._finish(run.counts, run.begun)
+            if not run.counts.shallow_steps:
+                record = replace(record, unshallow=self._unshallow(run))
+            if self._once.is_new(record.line):
+                record.log()
+        except Exception as error:
+            log.warning(
+                "[ToMe] the report of this run is missing: %s: %s", type(error).__name__, error
+            )
 
-    def _step(self, timestep: float, step: int) -> MergingStep:
+    def _unshallow(self, run: UNetRun) -> str:
+        """Why no evaluation of a run was shallow, as far as is known."""
+        if run.was_active:
+            return run.reason
+        config = self._config
+        begins = progress_at(run.first, lambda share: (1 - share) * self._noisiest)
+        return reasons.percents(config.start_percent, config.end_percent, begins)
+
+    def _finish(self, counts: Counts, begun: Mapping[int, float]) -> RunRecord:
+        """The record of what was counted; ``begun`` is when each step began, in seconds."""
+        name = type(self.network).__name__
+        return merging_record(name, self._merging, counts, self._latent, lambda: begun)
+
+    def _step(self, timestep: float, index: int, is_on: bool) -> MergingStep:
         (bits,) = struct.unpack("<Q", struct.pack("<d", timestep))
         done = self._noisiest - min(max(timestep, 0), self._noisiest)
-        return MergingStep(
-            index=step,
-            progress=done / self._noisiest if self._noisiest > 0 else 0.0,
-            picks=bits,
-            is_active=is_active(self._config, timestep, self._noise_at),
-        )
+        progress = done / self._noisiest if self._noisiest > 0 else 0.0
+        return MergingStep(index=index, progress=progress, picks=bits, is_active=is_on)
 
     def _noise_at(self, percent: float) -> float:
         """The timestep at a share of the sampling from 0 to 1; at 0 and 1, beyond all timesteps."""

@@ -4,13 +4,11 @@ import time
 from collections.abc import Mapping
 from threading import local
 from typing import Any
-from weakref import ref
 
 from .. import reasons
 from ..forecasting.forecasts import Forecasts
 from ..forecasting.samplers import SAMPLERS, Sampler
 from ..forecasting.steps import (
-    LONG_ON_UNET,
     ForecastStep,
     is_even,
     is_noise_alone,
@@ -22,8 +20,9 @@ from ..patching.schedule import is_active
 from ..report.counts import Counts
 from ..report.run_record import RunRecord, forecast_record
 from ..settings.config import ToMeConfig
+from .flow_call import FlowCall
 from .log_once import LogOnce
-from .model_call import ModelCall
+from .scheduling import Scheduling
 
 _UNIPC = Sampler(8, corrects=False, on_unets=False)
 
@@ -32,8 +31,6 @@ _SPACINGS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas")
 
 _METHODS: Mapping[str, Sampler] = {
     "FlowMatchEulerDiscreteScheduler": SAMPLERS["euler"],
-    "EulerDiscreteScheduler": SAMPLERS["euler"],
-    "DDIMScheduler": SAMPLERS["euler"],
     "UniPCMultistepScheduler": _UNIPC,
     "DPMSolverMultistepScheduler": SAMPLERS["dpmpp_2m"],
 }
@@ -42,15 +39,12 @@ _METHODS: Mapping[str, Sampler] = {
 _ROUNDING = 0.01
 """The most that a timestep may be off, as a whole number or in bfloat16."""
 
-_MOST_NOISE = 4096.0
-"""Pure noise has no noise level; it counts as this one, as in diffusers."""
 
-
-def _method_of(scheduler: Any, is_unet: bool) -> Sampler | str:
+def _method_of(scheduler: Any) -> Sampler | str:
     """What is known of a scheduler as it is configured, or why nothing is forecast under it."""
-    unknown = reasons.unknown_scheduler(type(scheduler).__name__, is_unet)
+    unknown = reasons.unknown_scheduler(type(scheduler).__name__)
     method = _METHODS.get(type(scheduler).__name__)
-    if method is None or not method.holds(is_unet):
+    if method is None:
         return unknown
     config = scheduler.config
     # Noise that is drawn anew in every step takes the place of what forecasts carry on.
@@ -61,25 +55,6 @@ def _method_of(scheduler: Any, is_unet: bool) -> Sampler | str:
     return reasons.UNEVEN if is_spaced else method
 
 
-def _levels_of(scheduler: Any) -> list[float]:
-    """The noise levels of a scheduler, one more than it has timesteps once it was told the steps.
-
-    In DDIM, a step leads to a timestep that does not have to be the next one.
-    """
-    if hasattr(scheduler, "sigmas"):
-        levels: list[float] = scheduler.sigmas.tolist()
-        return levels
-    times, kept = scheduler.timesteps.tolist(), scheduler.alphas_cumprod.tolist()
-    after = times[-1] - scheduler.config.num_train_timesteps // len(times)
-    last = kept[after] if after >= 0 else float(scheduler.final_alpha_cumprod)
-    return [_noise(share) for share in [*(kept[step] for step in times), last]]
-
-
-def _noise(share: float) -> float:
-    """The noise level at which the clean latent has a share in the noisy one, in power."""
-    return min(((1 - share) / share) ** 0.5, _MOST_NOISE) if share > 0 else _MOST_NOISE
-
-
 class PipelineRun:
     """One sampling run of a pipeline.
 
@@ -87,7 +62,7 @@ class PipelineRun:
         scheduler: the scheduler.
         timesteps: its timesteps; each run has a tensor of its own.
         forecasts: the forecasts of the run; None if its steps are left alone.
-        counts: counts what merges in it.
+        counts: counts its steps.
         step: the step of the latest call.
         noise: its noise level.
         begun: when each step began, in seconds.
@@ -97,18 +72,8 @@ class PipelineRun:
     step: ForecastStep
     noise: float
 
-    def __init__(
-        self,
-        scheduler: Any,
-        method: Sampler,
-        config: ToMeConfig,
-        is_unet: bool,
-        most: int | None,
-    ):
-        """Prepare a run under a scheduler of which a method is known.
-
-        It has ``most`` steps; None if it has all that are left of the scheduler.
-        """
+    def __init__(self, scheduler: Any, method: Sampler, config: ToMeConfig):
+        """Prepare a run under a scheduler of which a method is known."""
         self.scheduler = scheduler
         self.timesteps = scheduler.timesteps
         self.forecasts: Forecasts | None = None
@@ -117,21 +82,16 @@ class PipelineRun:
         self.call = -1
         self._method = method
         self._config = config
-        self._is_unet = is_unet
-        self._most = most
         self._obstacle: str | None = None
-        self._levels = _levels_of(scheduler)
-        self._times = self._levels
-        if is_unet:
-            longest = scheduler.config.num_train_timesteps - 1
-            self._times = [time / longest for time in self.timesteps.tolist()]
+        # One more than there are timesteps, once it was told the steps.
+        self._levels: list[float] = scheduler.sigmas.tolist()
         self._log_snrs: list[float] = []
         self._first: int | None = None
         self._stop = len(self.timesteps)
         self._index: int | None = None
         self._calls_before = 0
 
-    def begin(self, call: ModelCall) -> str | None:
+    def begin(self, call: FlowCall) -> str | None:
         """Begin a call; return why it is not known to be of this run, None if it is."""
         index, count = self._index_of(call), len(self.timesteps)
         # Without the level after the last step, the scheduler was not told the steps.
@@ -141,7 +101,7 @@ class PipelineRun:
         if not is_told or not is_in_run:
             return reasons.OTHER_NOISE
         noise = self._levels[index]
-        if noise <= 0 or abs(self._times[index] - call.time) > _ROUNDING:
+        if noise <= 0 or abs(noise - call.time) > _ROUNDING:
             return reasons.OTHER_NOISE
         if self._first is None:
             self._start(first)
@@ -154,12 +114,12 @@ class PipelineRun:
         self.step = ForecastStep(
             index=index - first,
             count=self._stop - first,
-            log_snr=log_snr(noise, not self._is_unet),
+            log_snr=log_snr(noise, is_flow=True),
             conditions=call.conditions,
             latent_share=latent_share(self._levels, index) if method.corrects else None,
-            is_even=is_even(self._log_snrs, index - first, method.faster, self._is_unet),
+            is_even=is_even(self._log_snrs, index - first, method.faster),
             is_active=self._is_active(index),
-            from_noise=self._is_from_noise(first),
+            from_noise=first == 0 and is_noise_alone(self._levels[0], most=1.0),
         )
         # The device is at rest, as the timestep and the prompts have been read from it.
         self.begun[self.step.index] = time.perf_counter()
@@ -167,18 +127,14 @@ class PipelineRun:
 
     def _start(self, first: int) -> None:
         self._first = first
-        if self._most is not None:
-            self._stop = min(self._stop, first + self._most)
         count = self.counts.total_steps = self._stop - first
-        self._log_snrs = log_snrs(self._levels[first : self._stop], not self._is_unet)
-        if _leaves_alone(self._config, count, self._is_unet):
-            return
-        self._obstacle = self._method.obstacle(self._log_snrs, self._is_unet)
+        self._log_snrs = log_snrs(self._levels[first : first + count], is_flow=True)
+        self._obstacle = self._method.obstacle(self._log_snrs, is_unet=False)
         if not any(self._is_active(step) for step in range(first, self._stop)):
             config, begins = self._config, 1 - self._left(first)
             self._obstacle = reasons.percents(config.start_percent, config.end_percent, begins)
         if self._obstacle is None:
-            self.forecasts = Forecasts(self._config.ratio, self._is_unet)
+            self.forecasts = Forecasts(self._config.ratio)
 
     @property
     def is_last_step(self) -> bool:
@@ -191,7 +147,7 @@ class PipelineRun:
         return self.is_last_step and self.call + 1 >= self._calls_before
 
     def finish(self) -> RunRecord:
-        """The record of the run, without what merged in it."""
+        """The record of the run."""
         counts, reason = self.counts, self._obstacle
         if self.forecasts is not None:
             counts.forecast_steps, reason = self.forecasts.steps, self.forecasts.reason
@@ -199,24 +155,14 @@ class PipelineRun:
         return forecast_record(name, self._config, counts, reason, lambda: self.begun)
 
     def _is_active(self, index: int) -> bool:
-        """Whether a step is between ``start_percent`` and ``end_percent``.
-
-        As merging in a UNet goes by its timesteps, so do forecasts there.
-        """
+        """Whether a step is between ``start_percent`` and ``end_percent``."""
         return is_active(self._config, self._left(index), lambda percent: 1 - percent)
 
     def _left(self, index: int) -> float:
         """The share of the sampling that is left at a step."""
-        return self._times[index] if self._is_unet else 1 - index / len(self.timesteps)
+        return 1 - index / len(self.timesteps)
 
-    def _is_from_noise(self, first: int) -> bool:
-        """Whether a run whose first step this is began with noise alone.
-
-        Some spacings leave out the highest noise levels that a UNet was trained on.
-        """
-        return first == 0 and (self._is_unet or is_noise_alone(self._levels[0], most=1.0))
-
-    def _index_of(self, call: ModelCall) -> int:
+    def _index_of(self, call: FlowCall) -> int:
         """The step of a call, as the scheduler counts; at the first call it does not count yet.
 
         Some schedulers never count.
@@ -226,12 +172,7 @@ class PipelineRun:
             if index is not None:
                 return int(index)
         steps = range(len(self.timesteps))
-        return min(steps, key=lambda step: abs(self._times[step] - call.time))
-
-
-def _leaves_alone(config: ToMeConfig, count: int, is_unet: bool) -> bool:
-    """Whether the steps of a run of ``count`` are not to be forecast."""
-    return is_unet and config.leaves_short_runs and count < LONG_ON_UNET
+        return min(steps, key=lambda step: abs(self._levels[step] - call.time))
 
 
 class PipelineRuns:
@@ -243,36 +184,24 @@ class PipelineRuns:
         once: logs what is said of them.
     """
 
-    def __init__(self, pipeline: Any = None, scheduler: Any = None, *, is_unet: bool):
-        """Follow the current scheduler of ``pipeline``; without a pipeline, ``scheduler``.
-
-        ``is_unet`` is whether the models are UNets; else they predict a flow.
-        """
-        # A reference here must not keep the pipeline alive.
-        self._pipeline = None if pipeline is None else ref(pipeline)
-        self._scheduler = getattr(pipeline, "scheduler", scheduler)
-        self._is_unet = is_unet
+    def __init__(self, scheduling: Scheduling):
+        """Follow the current scheduler."""
+        self._scheduling = scheduling
         self._of_thread = local()
         self.once = LogOnce()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _runs_under, (self.scheduler, self._is_unet)
+        return type(self), (self._scheduling,)
 
-    def begin(self, call: ModelCall, config: ToMeConfig) -> PipelineRun | str | None:
-        """The run that a call belongs to, which has begun it.
-
-        Else why it cannot be forecast, or None if it was not to be.
-        """
-        scheduler = self.scheduler
-        method = _method_of(scheduler, self._is_unet)
+    def begin(self, call: FlowCall, config: ToMeConfig) -> PipelineRun | str:
+        """The run that a call belongs to, which has begun it; else why it cannot be forecast."""
+        scheduler = self._scheduling.scheduler
+        method = _method_of(scheduler)
         if isinstance(method, str):
-            leaves_alone = _leaves_alone(config, len(scheduler.timesteps), self._is_unet)
-            return None if leaves_alone else method
+            return method
         run: PipelineRun | None = getattr(self._of_thread, "run", None)
         if run is None or run.timesteps is not scheduler.timesteps:
-            most = _steps_of(self._current_pipeline())
-            run = PipelineRun(scheduler, method, config, self._is_unet, most)
-            self._of_thread.run = run
+            run = self._of_thread.run = PipelineRun(scheduler, method, config)
         return run.begin(call) or run
 
     def end(self) -> None:
@@ -286,23 +215,3 @@ class PipelineRuns:
     def warn(self, reason: str) -> None:
         """Log why nothing was forecast, once."""
         self.once.warn(f"nothing was forecast: {reason}")
-
-    @property
-    def scheduler(self) -> Any:
-        """The current scheduler."""
-        return getattr(self._current_pipeline(), "scheduler", self._scheduler)
-
-    def _current_pipeline(self) -> Any:
-        return None if self._pipeline is None else self._pipeline()
-
-
-def _steps_of(pipeline: Any) -> int | None:
-    """The number of steps that a pipeline leaves off after, as before a refiner; else None."""
-    if getattr(pipeline, "denoising_end", None) is None:
-        return None
-    steps: int | None = getattr(pipeline, "num_timesteps", None)
-    return steps
-
-
-def _runs_under(scheduler: Any, is_unet: bool) -> PipelineRuns:
-    return PipelineRuns(scheduler=scheduler, is_unet=is_unet)

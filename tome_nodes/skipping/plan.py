@@ -40,4 +40,4 @@ def adds_noise(sampler: str) -> bool:
     return any(word in sampler for word in _NOISY)
 
 
-_NOISY = ("ancestral", "sde", "ddpm", "lcm", "seeds", "sa_solver", "s_churn")
+_NOISY = ("ancestral", "sde", "ddpm", "lcm", "tcd", "seeds", "sa_solver", "sasolver", "s_churn")

@@ -47,6 +47,7 @@ from benchmarks.fidelity.denoiser import (  # noqa: E402
     place,
     prompt,
 )
+from benchmarks.fidelity.trial import grown  # noqa: E402
 from benchmarks.fidelity.trial.layouts import LAYOUTS, PHOTOS, Layout  # noqa: E402
 from benchmarks.fidelity.trial.stickers import WITHOUT_PROMPT, Stickers  # noqa: E402
 from benchmarks.fidelity.weights import load, save  # noqa: E402
@@ -128,7 +129,7 @@ class Course:
     state: Path
     data: Callable[[torch.Generator], Any]
     sizes: Sequence[tuple[int, int]]
-    begin: Callable[[], Mapping[str, Tensor]] = dict
+    begin: Callable[[UNetModel], Mapping[str, Tensor]] = lambda unet: {}
     full_share: float = 0.1
     to_noise: float = 0.5
     is_of_noise: bool = False
@@ -141,7 +142,7 @@ def _of_photos(layout: Layout) -> Course:
         return UNetModel(**layout.config, dtype=torch.float32, operations=operations)
 
     sizes = *_SIZES, (SIDE * layout.scale, 2)
-    return Course(unet, layout.weights, partial(Data, layout.scale), sizes, layout.begin)
+    return Course(unet, layout.weights, partial(Data, layout.scale), sizes, lambda unet: layout.begin())
 
 
 def course_of(name: str) -> Course:
@@ -149,12 +150,23 @@ def course_of(name: str) -> Course:
     if name in LAYOUTS:
         return _of_photos(LAYOUTS[name])
     weights = sticker_unet.WEIGHTS
+    if name == "stickers_sd15":
+        return Course(
+            unet=lambda: sticker_unet.untrained(grown.UNET).diffusion_model,
+            state=ROOT / "demo" / "stickers-sd15.pt",
+            data=Stickers,
+            sizes=((32, 16), (64, 3)),
+            begin=lambda unet: grown.grow(unet, load(weights)),
+            full_share=0.25,
+            to_noise=0.6,
+            is_of_noise=True,
+        )
     return Course(
         unet=lambda: sticker_unet.untrained().diffusion_model,
         state=ROOT / "demo" / "sticker-unet.pt",
         data=Stickers,
         sizes=((32, 16), (64, 4)),
-        begin=lambda: load(weights) if weights.exists() else {},
+        begin=lambda unet: load(weights) if weights.exists() else {},
         full_share=0.15,
         to_noise=0.6,
         is_of_noise=True,
@@ -202,7 +214,7 @@ class Training:
                 optimizer.load_state_dict(its_state)
             self.average, self.steps = kept["average"], kept["steps"]
         else:
-            self.model.load_state_dict(course.begin(), strict=False)
+            self.model.load_state_dict(course.begin(self.model), strict=False)
             self.average = {name: value.clone() for name, value in self.model.state_dict().items()}
         self._generator = torch.Generator().manual_seed(self.steps)
         self._data = course.data(self._generator)
@@ -280,7 +292,7 @@ def _optimizers(model: nn.Module, rate: float) -> list[torch.optim.Optimizer]:
 def main() -> None:
     """Train until the time is up or the process is told to stop."""
     parser = argparse.ArgumentParser(prog="dev.py bench --train", description=__doc__)
-    parser.add_argument("name", choices=["stickers", *LAYOUTS])
+    parser.add_argument("name", choices=["stickers", "stickers_sd15", *LAYOUTS])
     parser.add_argument("--minutes", type=float, default=35)
     parser.add_argument("--rate", type=float, default=1e-3, help="learning rate")
     arguments = parser.parse_args()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ... import reasons
 from ...patching.attention_trial import Attention
+from ...patching.deep_blocks import DeepBlocks, no_channels
 from ...patching.key_weights import KeyWeights, attend, fits
 from ...patching.stack import StackPass
 from ...patching.unet import UNetRecord, layers_by_level
@@ -183,17 +184,26 @@ def _weigh_stack(
     return (context, options | {OVERRIDE: override}, *args), kwargs
 
 
-def deep_layers(model: Any) -> list[nn.Module]:
-    """The layers of all blocks of a UNet except its first input block and its last output block.
+def deep_blocks(model: Any) -> DeepBlocks | None:
+    """All blocks of a UNet except its first input block and its last output block.
 
-    See :class:`tome_nodes.patching.deep_blocks.DeepBlocks`. There are none if the last output block
-    has attention, as in SD 1.5, or the blocks are not as known.
+    None if the blocks are not as known, so that none can be left out.
     """
+    layers = deep_layers(model)
+    if not layers:
+        return None
+    *others, last = layers
+    return DeepBlocks([(layer, "forward", no_channels) for layer in others], last)
+
+
+def deep_layers(model: Any) -> list[nn.Module]:
+    """The layers of these blocks, in running order; none if they are not as known."""
     if not isinstance(model, UNetModel):
         return []
     inputs, outputs = model.input_blocks, model.output_blocks
     if len(inputs) != len(outputs) or len(inputs) < 2 or len(inputs[0]) != 1:
         return []
+    # Until its judge has been asked.
     if not all(type(layer) is ResBlock for layer in outputs[-1]):
         return []
     deep = (*inputs[1:], model.middle_block or (), *outputs[:-1])

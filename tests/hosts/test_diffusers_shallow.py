@@ -1,0 +1,507 @@
+"""Shallow steps of real UNets, in real pipelines of diffusers, beside merging."""
+
+import copy
+import gc
+import pickle
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
+
+import diffusers
+import pytest
+import torch
+from common import attributes, check_compiled, relative_error
+from models.pipelines import CASES, COMPILED, inputs, make_unet, noise, picture, sd15, sdxl
+
+import tome_nodes
+from tome_nodes import reasons
+from tome_nodes.patching.model_run import ModelRun
+from tome_nodes.pytorch import merging_calls
+from tome_nodes.pytorch.diffusers_unets import DiffusersUNets
+from tome_nodes.skipping.features import Features
+from tome_nodes.skipping.plan import whole_evaluations
+
+pytestmark = pytest.mark.newest_only
+
+SD = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
+"""The noise levels of Stable Diffusion."""
+STEPS = 20
+WHOLE = sorted(whole_evaluations(0.6, STEPS))
+LARGE = {"height": 256, "width": 256}
+
+SCHEDULERS = {
+    "Euler": diffusers.EulerDiscreteScheduler,
+    "Euler, karras": partial(diffusers.EulerDiscreteScheduler, use_karras_sigmas=True),
+    "DDIM": diffusers.DDIMScheduler,
+    "DPM, karras": partial(diffusers.DPMSolverMultistepScheduler, use_karras_sigmas=True),
+    "noise in DPM": partial(
+        diffusers.DPMSolverMultistepScheduler, algorithm_type="sde-dpmsolver++"
+    ),
+    "DPM, single": diffusers.DPMSolverSinglestepScheduler,
+    "DEIS": diffusers.DEISMultistepScheduler,
+    "UniPC": diffusers.UniPCMultistepScheduler,
+    "PNDM": partial(diffusers.PNDMScheduler, skip_prk_steps=True),
+    "LMS": diffusers.LMSDiscreteScheduler,
+    "Heun": diffusers.HeunDiscreteScheduler,
+    "DPM2": diffusers.KDPM2DiscreteScheduler,
+    "DPM2, ancestral": diffusers.KDPM2AncestralDiscreteScheduler,
+    "Euler, ancestral": diffusers.EulerAncestralDiscreteScheduler,
+    "DDPM": diffusers.DDPMScheduler,
+    "LCM": diffusers.LCMScheduler,
+    "TCD": diffusers.TCDScheduler,
+}
+
+
+@pytest.fixture
+def case():
+    return of("Euler")
+
+
+def of(name, case=sd15):
+    """A pipeline with a scheduler."""
+    made = case()
+    made.pipeline.scheduler = SCHEDULERS[name](**SD)
+    return made
+
+
+def watch(network):
+    """Every evaluation of a network as it goes on: its timestep, and whether it was whole."""
+    seen = []
+
+    def begin(_, args, kwargs):
+        timestep = float(args[1] if len(args) > 1 else kwargs["timestep"])
+        if not seen or abs(seen[-1].timestep - timestep) > 0.01:
+            seen.append(SimpleNamespace(timestep=timestep, is_whole=False))
+
+    def whole(*_):
+        seen[-1].is_whole = True
+
+    network.register_forward_pre_hook(begin, with_kwargs=True)
+    # Below a block whose forward is replaced, as its own hooks still run.
+    network.mid_block.resnets[0].conv1.register_forward_hook(whole)
+    return seen
+
+
+def whole_of(seen):
+    return [index for index, each in enumerate(seen) if each.is_whole]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_pipeline_has_shallow_steps_and_is_as_before_without(name, log_messages):
+    case = of("Euler", CASES[name])
+    expected, before, random = case(STEPS), attributes(case.network), torch.get_rng_state()
+    assert tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced") is case.pipeline
+    shallow = case(STEPS)
+    assert 1e-4 < relative_error(shallow, expected) < 1
+    # Another run begins anew.
+    assert torch.equal(case(STEPS), shallow)
+    assert torch.equal(torch.get_rng_state(), random)
+    (line,) = log_messages()
+    assert line.startswith("[ToMe] shallow 11/20 steps")
+    tome_nodes.remove_patch(case.pipeline)
+    assert attributes(case.network) == before
+    assert torch.equal(case(STEPS), expected)
+
+
+@torch.no_grad()
+def added_to(unet, kind):
+    """The arguments by which something is added to the feature maps of a call."""
+    control, adapter = [], []
+
+    def first(_, __, h):
+        control.append(noise(*h.shape, seed=1))
+
+    def down(block, _, answer):
+        x, skips = answer
+        control.extend(noise(*skip.shape, seed=2) for skip in skips)
+        inside = skips[len(block.resnets) - 1] if hasattr(block, "attentions") else x
+        adapter.append(noise(*inside.shape, seed=3))
+
+    hooks = [unet.conv_in.register_forward_hook(first)]
+    hooks += [block.register_forward_hook(down) for block in unet.down_blocks]
+    unet(timestep=500, **inputs(unet, grid=GRID))
+    for hook in hooks:
+        hook.remove()
+    middle = noise(*control[-1].shape, seed=4)
+    return {
+        "nothing": {},
+        "ControlNet": dict(zip(ADDED[:2], (control, middle), strict=True)),
+        "adapter": {ADDED[2]: adapter},
+        "adapter, as it was": {ADDED[0]: adapter},
+    }[kind]
+
+
+ADDED = (
+    "down_block_additional_residuals",
+    "mid_block_additional_residual",
+    "down_intrablock_additional_residuals",
+)
+GRID = 32, 32
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:.*Passing intrablock residual connections:FutureWarning")
+@pytest.mark.parametrize("kind", ["nothing", "ControlNet", "adapter", "adapter, as it was"])
+@pytest.mark.parametrize("family", ["sd15", "sdxl"])
+@pytest.mark.parametrize("merges", [True, False])
+def test_with_its_own_deep_features_a_shallow_call_is_the_whole_one(
+    monkeypatch, family, kind, merges
+):
+    """What a ControlNet or an adapter adds to deep blocks is in the features."""
+    unet, found, watched = make_unet(family), [], ModelRun.evaluate_watched
+    added, given = added_to(unet, kind), inputs(unet, grid=GRID)
+    sample = given.pop("sample")
+
+    def again():
+        # A UNet takes them out of the lists.
+        return {name: each[:] if isinstance(each, list) else each for name, each in added.items()}
+
+    def twice(self, evaluate, request, deep):
+        answer, came = watched(self, evaluate, request, deep)
+        args, kwargs = DiffusersUNets().shallow_arguments(
+            evaluate.args, {**evaluate.keywords, **again()}
+        )
+        own = partial(evaluate.func, *args, **kwargs)
+        other = self.evaluate_shallow(own, request, deep, came.clone())
+        found.append(relative_error(other.sample, answer.sample))
+        return answer, came
+
+    plain = unet(sample, 700, **given, **again()).sample
+    monkeypatch.setattr(ModelRun, "evaluate_watched", twice)
+    monkeypatch.setattr(Features, "at", lambda *_: None)
+    tome_nodes.apply_patch(unet, 0.6, merge_attn=merges, forecast=True, max_downsample=4)
+    for timestep in (900, 700, 500, 300):
+        answer = unet(sample, timestep, **given, **again()).sample
+        if timestep == 700:
+            assert torch.equal(answer, plain) != merges
+    assert found == [0.0] * 4
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_evaluations_are_planned_whatever_the_scheduler(name, log_messages):
+    """An evaluation is a timestep, at which some schedulers ask twice."""
+    case = of(name)
+    seen = watch(case.network)
+    tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced")
+    assert case(STEPS).isfinite().all()
+    count = len(seen)
+    assert count in (STEPS, 2 * STEPS - 1)
+    assert whole_of(seen) == sorted(whole_evaluations(0.6, count))
+    assert f"shallow {count - len(whole_of(seen))}/{count} steps" in log_messages()[-1]
+
+
+def test_a_run_merges_and_is_shallow_and_says_both_in_one_line_once(case, caplog):
+    caplog.set_level("INFO", logger="tome_nodes")
+    plain = case(STEPS, **LARGE)
+    tome_nodes.apply_patch(case.pipeline, 0.6, preset="fast")
+    both = case(STEPS, **LARGE)
+    case(STEPS, **LARGE)
+    (line,) = caplog.messages
+    assert line.startswith("[ToMe] merged ")
+    # In SD 1.5, tokens merge in the last block of a shallow step, too.
+    assert ", 20/20 steps, shallow 11/20 steps, ratio 0.60" in line
+    assert "whole, " in line and " shallow; " in line
+    # Where the percents leave out all steps, the picture is as before.
+    tome_nodes.apply_patch(case.pipeline, 0.6, preset="fast", start_percent=1.0)
+    assert torch.equal(case(STEPS, **LARGE), plain)
+    assert relative_error(both, plain) > 1e-3
+    why = "no step was shallow: start_percent=1.0 to end_percent=1.0 covers no step of this run"
+    assert why in caplog.messages[-1]
+
+
+@pytest.mark.parametrize("options", [{}, {"ratio": 0.0, "ratio_end": 0.4, "forecast": True}])
+def test_settings_without_skipped_steps_merge_only(case, options):
+    seen = watch(case.network)
+    tome_nodes.apply_patch(case.pipeline, **options)
+    case(STEPS)
+    assert len(whole_of(seen)) == STEPS
+
+
+def by_hand(unet, timesteps, sample=None, **given):
+    """A sampler of one's own: the latent goes towards what the UNet says."""
+    arguments = inputs(unet)
+    latent = arguments.pop("sample") if sample is None else sample
+    with torch.no_grad():
+        for timestep in timesteps:
+            latent = latent - 0.1 * unet(latent, timestep, **{**arguments, **given}).sample
+    return latent
+
+
+@pytest.mark.parametrize("timesteps", [range(951, 0, -50), range(999, 0, -50)], ids=str)
+def test_a_loop_by_hand_is_counted_by_how_its_timesteps_fall(timesteps, log_messages):
+    unet = make_unet()
+    seen = watch(unet)
+    tome_nodes.apply_patch(unet, 0.6, preset="balanced")
+    by_hand(unet, timesteps)
+    assert whole_of(seen) == WHOLE
+    assert "shallow 11/20 steps" in log_messages()[-1]
+    # A timestep that rises begins another run.
+    del seen[:]
+    by_hand(unet, timesteps)
+    assert whole_of(seen) == WHOLE
+
+
+def test_a_second_pipeline_and_copies_are_counted_by_their_own_timesteps():
+    case, other = of("Euler"), of("DDIM")
+    other.pipeline.unet = case.network
+    tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced")
+    copies = copy.deepcopy(case.network), pickle.loads(pickle.dumps(case.network))
+    seen = watch(case.network)
+    case(STEPS)
+    del seen[:]
+    other(12)
+    assert whole_of(seen) == sorted(whole_evaluations(0.6, 12))
+    for copied in copies:
+        other.pipeline.unet = copied
+        seen = watch(copied)
+        other(12)
+        assert whole_of(seen) == sorted(whole_evaluations(0.6, 12))
+
+
+def test_a_run_of_another_schedule_begins_anew_even_if_its_timestep_falls(case):
+    """An interrupted run, and one that begins with a picture, at a later step."""
+    tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced")
+    seen = watch(case.network)
+
+    def stop(pipeline, step, timestep, given):
+        pipeline._interrupt = step == 6
+        return {}
+
+    case(STEPS, callback_on_step_end=stop)
+    del seen[:]
+    kind = diffusers.StableDiffusionImg2ImgPipeline
+    later = kind(**case.pipeline.components, requires_safety_checker=False)
+    case.pipeline = later
+    later.set_progress_bar_config(disable=True)
+    given = {"image": picture(), "strength": 0.5, "height": None, "width": None}
+    case.arguments = {
+        name: value for name, value in (case.arguments | given).items() if value is not None
+    }
+    case(STEPS)
+    assert whole_of(seen) == sorted(whole_evaluations(0.6, STEPS // 2))
+
+
+def test_a_run_that_a_refiner_goes_on_with_ends_where_it_leaves_off(log_messages):
+    """Of the 25 steps, 20 are left; another pipeline of its parts knows nothing of that."""
+    case = of("Euler", sdxl)
+    tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced")
+    seen = watch(case.network)
+    case(25, denoising_end=0.8)
+    assert whole_of(seen) == WHOLE
+    assert "shallow 11/20 steps" in log_messages()[-1]
+    kind = diffusers.StableDiffusionXLImg2ImgPipeline
+    case.pipeline = kind(**case.pipeline.components, add_watermarker=False)
+    case.pipeline.set_progress_bar_config(disable=True)
+    for name in "height", "width":
+        del case.arguments[name]
+    del seen[:]
+    case(54, image=picture(), strength=0.6)
+    count = len(seen)
+    assert count == 32
+    assert whole_of(seen) == sorted(whole_evaluations(0.6, count))
+    assert f"/{count} steps" in log_messages()[-1]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({"end_percent": 0.5}, range(10)), ({"start_percent": 0.5}, range(10, 20))],
+    ids=str,
+)
+def test_percents_follow_the_timesteps_as_those_of_merging_do(case, given, expected):
+    seen = watch(case.network)
+    tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced", **given)
+    case(STEPS)
+    shallow = {*range(STEPS)} - {*whole_of(seen)}
+    assert shallow == ({*range(STEPS)} - {*WHOLE}) & {*expected}
+
+
+def without_guidance(pipeline, step, timestep, given):
+    """As diffusers documents it: from now on, the negative prompt is left out."""
+    if step != 9:
+        return {}
+    pipeline._guidance_scale = 0.0
+    return {"prompt_embeds": given["prompt_embeds"].chunk(2)[-1]}
+
+
+def another_prompt(pipeline, step, timestep, given):
+    return {"prompt_embeds": given["prompt_embeds"] + 1} if step == 9 else {}
+
+
+@pytest.mark.parametrize("change", [without_guidance, another_prompt])
+def test_the_step_after_a_change_of_the_prompt_is_whole(case, change):
+    assert 10 not in WHOLE
+    seen = watch(case.network)
+    tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced")
+    given = ["latents", "prompt_embeds"]
+    case(STEPS, callback_on_step_end=change, callback_on_step_end_tensor_inputs=given)
+    assert whole_of(seen) == sorted({*WHOLE, 10})
+
+
+def test_the_step_in_which_a_controlnet_ends_is_whole():
+    """Its residuals become zeros."""
+    case = of("Euler", CASES["sd15_controlnet"])
+    seen = watch(case.network)
+    tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced")
+    case(STEPS, control_guidance_end=0.5)
+    assert 10 not in WHOLE and 10 in whole_of(seen)
+
+
+@torch.no_grad()
+def test_what_the_answer_goes_by_has_to_stay_but_the_values_of_control_do_not():
+    unet = make_unet("sdxl")
+    given, added = inputs(unet), inputs(unet)["added_cond_kwargs"]
+    text = given["encoder_hidden_states"]
+
+    def conditions(**others):
+        named = {**given, **others}
+        del named["sample"]
+        return DiffusersUNets().conditions((), named)
+
+    control = {ADDED[1]: torch.ones(2, 64, 3, 4)}
+    changed = [
+        {"encoder_hidden_states": text + 1},
+        {"encoder_hidden_states": text[:, :3]},
+        {"timestep_cond": torch.ones(2, 8)},
+        {"added_cond_kwargs": added | {"text_embeds": added["text_embeds"] + 1}},
+        {"cross_attention_kwargs": {"scale": 0.5}},
+        control,
+        {ADDED[1]: 0 * control[ADDED[1]]},
+    ]
+    all_conditions = {conditions(**others) for others in [{}, *changed]}
+    assert len(all_conditions) == 1 + len(changed)
+    assert conditions(**control) == conditions(**{ADDED[1]: 2 * control[ADDED[1]]})
+
+
+@pytest.mark.parametrize("failure", [None, RuntimeError, KeyboardInterrupt])
+def test_nothing_is_left_after_a_run(case, failure, monkeypatch):
+    kept, keep = [], Features.keep
+
+    def spy(self, keys, place, features):
+        kept.append(weakref.ref(features))
+        keep(self, keys, place, features)
+
+    def fail(*_):
+        if failure is not None and case.pipeline.scheduler.step_index == 8:
+            raise failure("on purpose")
+
+    monkeypatch.setattr(Features, "keep", spy)
+    tome_nodes.apply_patch(case.pipeline, 0.6, preset="fast")
+    expected, patched = case(STEPS), attributes(case.network)
+    hook = case.network.register_forward_hook(fail)
+    with nullcontext() if failure is None else pytest.raises(failure, match="on purpose"):
+        case(STEPS)
+    hook.remove()
+    assert attributes(case.network) == patched
+    gc.collect()
+    assert len(kept) > 8 and not any(reference() is not None for reference in kept)
+    with ThreadPoolExecutor(1) as pool:
+        assert torch.equal(pool.submit(case, STEPS).result(timeout=60), expected)
+
+
+def test_a_run_without_memory_goes_on_whole(case, monkeypatch, log_messages):
+    seen = watch(case.network)
+    tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced")
+    expected = case(STEPS)
+    del seen[:]
+    evaluate = ModelRun.evaluate_shallow
+
+    def short(self, *args):
+        if len(seen) == 11:
+            raise torch.OutOfMemoryError("on purpose")
+        return evaluate(self, *args)
+
+    monkeypatch.setattr(ModelRun, "evaluate_shallow", short)
+    case(STEPS)
+    assert whole_of(seen) == sorted({*WHOLE, *range(11, STEPS)})
+    (said,) = [line for line in log_messages() if line.endswith("goes on without shallow steps")]
+    assert said.startswith(f"[ToMe] {reasons.NO_MEMORY}; ")
+    monkeypatch.undo()
+    assert torch.equal(case(STEPS), expected)
+
+
+def test_calls_with_gradients_are_whole():
+    unet = make_unet()
+    seen, given = watch(unet), inputs(unet)
+    sample = given.pop("sample")
+    tome_nodes.apply_patch(unet, 0.6, preset="balanced")
+    for timestep in range(951, 0, -50):
+        unet(sample, timestep, **given)
+    assert len(whole_of(seen)) == len(seen) == STEPS
+
+
+def test_blocks_that_bring_in_weights_for_the_next_all_run(case, log_messages, monkeypatch):
+    """Streams need a GPU, so the hook of a block only says that it has one."""
+    case.network.enable_group_offload("cpu", offload_type="block_level", num_blocks_per_group=1)
+    hooked = [each for each in case.network.modules() if hasattr(each, "_diffusers_hook")]
+    hook = hooked[-1]._diffusers_hook.get_hook("group_offloading")
+    seen = watch(case.network)
+    tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced")
+    case(STEPS)
+    assert whole_of(seen) == WHOLE
+    monkeypatch.setattr(hook.group, "stream", object())
+    monkeypatch.setattr(hook.group, "onload_", lambda: None)
+    monkeypatch.setattr(hook.group, "offload_", lambda: None)
+    del seen[:]
+    case(STEPS)
+    assert len(whole_of(seen)) == STEPS
+    assert reasons.STREAMED in log_messages()[-1]
+
+
+@pytest.mark.parametrize("way", ["before", "compile_repeated_blocks"])
+def test_torch_compile_makes_whole_graphs_once(fresh_compiler, way):
+    case = of("Euler", partial(sd15, COMPILED[way]))
+    case.arguments |= LARGE
+    check_compiled(case, way, bound=1e-4, steps=STEPS, ratio=0.6, preset="fast")
+
+
+def test_a_model_in_half_precision_has_the_same_shallow_steps(case):
+    case.network.to(torch.bfloat16)
+    for prompt in "prompt_embeds", "negative_prompt_embeds":
+        case.arguments[prompt] = case.arguments[prompt].bfloat16()
+    seen = watch(case.network)
+    tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced")
+    latent = case(STEPS)
+    assert latent.dtype == torch.bfloat16 and latent.isfinite().all()
+    assert whole_of(seen) == WHOLE
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_a_run_that_is_too_short_is_whole_and_says_so(case, log_messages, count):
+    tome_nodes.apply_patch(case.pipeline, 0.6, preset="fast")
+    seen = watch(case.network)
+    case(count)
+    assert len(whole_of(seen)) == count
+    (line,) = log_messages()
+    assert reasons.split(reasons.too_short_for_shallow(count, 5))[0] in line
+
+
+def test_parts_of_a_picture_under_copies_of_the_scheduler_are_one_run(log_messages):
+    """As in panoramas: each part of the picture has a copy of the scheduler."""
+    case = sd15()
+    kind = diffusers.StableDiffusionPanoramaPipeline
+    case.pipeline = kind(
+        **{**case.pipeline.components, "scheduler": SCHEDULERS["DDIM"](**SD)},
+        requires_safety_checker=False,
+    )
+    case.pipeline.set_progress_bar_config(disable=True)
+    seen = watch(case.network)
+    tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced")
+    case(STEPS, height=512, width=768)
+    assert whole_of(seen) == WHOLE
+    assert "shallow 11/20 steps" in log_messages()[-1]
+
+
+def test_an_error_in_the_report_costs_no_picture(case, log_messages, monkeypatch):
+    tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced")
+    expected = case(STEPS)
+
+    def fail(*_, **__):
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setattr(merging_calls, "merging_record", fail)
+    assert torch.equal(case(STEPS), expected)
+    assert log_messages()[1:] == [
+        "[ToMe] the report of this run is missing: RuntimeError: on purpose"
+    ]

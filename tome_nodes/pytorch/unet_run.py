@@ -1,0 +1,238 @@
+"""One sampling run of a UNet, followed by the timesteps of its calls.
+
+Nothing has to be known of the scheduler: the timestep falls from evaluation to evaluation, and a
+timestep that rises begins another run. How many evaluations a run has is known from the scheduler
+of the pipeline, if its timesteps are those of the calls; else it is estimated.
+"""
+
+import math
+import time
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from .. import reasons
+from ..report.counts import Counts
+from ..settings.config import ToMeConfig
+from ..skipping.plan import FIRST, LEAST, LEAST_SNR, adds_noise
+from ..skipping.shallow_run import ShallowRun
+from .scheduling import Scheduling
+
+_ROUNDING = 0.01
+"""The most by which a timestep may differ from that of the scheduler, as a share of itself: in
+half precision, or as a whole number."""
+
+_CLOSE = 0.01
+"""Timesteps that differ by less are one: some schedulers round them differently in their second
+evaluation."""
+
+_BETAS = 0.00085, 0.012
+"""The first and the last share of noise that SD's UNets were trained on, see :func:`_log_snrs`."""
+
+
+class UNetRun:
+    """One sampling run of a UNet.
+
+    Attributes:
+        shallow: decides which of its evaluations are shallow.
+        counts: counts what is done in it.
+        begun: when each evaluation began, in seconds.
+        index: the number of the latest evaluation, from 0.
+        first: the first timestep.
+        is_known: whether the scheduler has the timesteps so far, and so those that follow.
+        was_active: whether any evaluation was between ``start_percent`` and ``end_percent``.
+        obstacle: why no evaluation is shallow; None if one may be.
+        is_reported: whether it was.
+    """
+
+    def __init__(self, config: ToMeConfig, scheduling: Scheduling, levels: int):
+        """Begin a run of a UNet that was trained on so many noise levels."""
+        self.counts = Counts()
+        self.begun: dict[int, float] = {}
+        self.index = -1
+        self.obstacle: str | None = None
+        self.is_known = False
+        self.was_active = False
+        self.is_reported = False
+        self._scheduling = scheduling
+        self._scheduler = scheduling.scheduler
+        self._given = getattr(self._scheduler, "timesteps", None)
+        self._known = [] if self._given is None else _falling(self._given)
+        self._levels = levels
+        self._log_snrs = _log_snrs(self._scheduler)
+        self._times: list[float] = []
+        self._gap = 0.0
+        self._ratio = config.ratio
+        self._conditions: list[Hashable] = []
+        self._before: list[Hashable] = []
+        self._count: int | None = None
+        goes_on = self._scheduler is not None and not adds_noise(_words(self._scheduler))
+        self.shallow = ShallowRun(config.ratio, goes_on)
+
+    def takes(self, timestep: float) -> bool:
+        """Whether a call at this timestep belongs to this run."""
+        if timestep > self._times[-1] + _CLOSE:
+            return False
+        given = getattr(self._scheduling.scheduler, "timesteps", None)
+        if given is self._given:
+            return True
+        # Some pipelines have a copy of the scheduler for each part of a picture.
+        self._given = given
+        goes_on = self._is_latest(timestep) or self._is_next(timestep)
+        return goes_on and given is not None and _falling(given) == self._known
+
+    def begin(self, timestep: float, conditions: Hashable, is_active: bool) -> None:
+        """Begin a call, which may be one of several of an evaluation.
+
+        Args:
+            timestep: of the call.
+            conditions: everything besides the latent and the timestep that decides the answer.
+            is_active: whether it is between ``start_percent`` and ``end_percent``.
+        """
+        if self._times and self._is_latest(timestep):
+            self._see(conditions)
+            return
+        if self._times:
+            self._gap = self._times[-1] - timestep
+        self._times.append(timestep)
+        self._before, self._conditions = self._conditions, []
+        self.index += 1
+        self.begun[self.index] = time.perf_counter()
+        self.was_active |= is_active
+        if self.index < FIRST:
+            self._plan()
+        may_be_shallow = is_active and self.obstacle is None
+        self.shallow.begin(self.index, self._place(timestep), may_be_shallow)
+        self._see(conditions)
+
+    @property
+    def first(self) -> float:
+        return self._times[0]
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the latest evaluation is the last, as far as is known."""
+        if self._count is None:
+            return False
+        if self.is_known:
+            return self.index >= self._count - 1
+        # The next timestep would be below 0.
+        return self._times[-1] < (1 - _ROUNDING) * self._gap
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this call is the last, if the last evaluation has as many as the one before."""
+        return self.is_last and len(self._conditions) >= len(self._before)
+
+    @property
+    def reason(self) -> str:
+        """Why no evaluation was shallow, as far as is known."""
+        if self.obstacle is None and self._count is not None and self._count <= LEAST:
+            return reasons.too_short_for_shallow(self._count, LEAST + 1)
+        return self.obstacle or reasons.NEVER_SHALLOW
+
+    def stop(self, why: str) -> None:
+        """Run the rest whole, and drop what is kept."""
+        self.obstacle = why
+        self.shallow.clear()
+
+    def _see(self, conditions: Hashable) -> None:
+        """Note the conditions of a call, and drop what is kept if they have changed."""
+        number = len(self._conditions)
+        self._conditions.append(conditions)
+        if self._before[number : number + 1] not in ([], [conditions]):
+            self.shallow.clear()
+
+    def _plan(self) -> None:
+        """Plan the run, as far as its first timesteps show how they fall."""
+        known = self._rest()
+        self.is_known = bool(known)
+        self._count = len(known) or None
+        if self.index < FIRST - 1:
+            return
+        if known and self._place(known[-1]) < LEAST_SNR:
+            self.obstacle = reasons.UNEVEN
+        if self._count is None:
+            first, last = self._times[0], self._times[-1]
+            gap = (first - last) / (len(self._times) - 1)
+            self._count = 1 + math.floor(first / gap + _ROUNDING)
+            # Whether this one adds noise is not known, and to copy is the safer of the two.
+            self.shallow = ShallowRun(self._ratio, goes_on=False)
+        self.shallow.plan(self._count)
+
+    def _rest(self) -> Sequence[float]:
+        """The timesteps of this run that the scheduler has; none if it has others."""
+        seen, known = self._times, self._known
+        begins = next((at for at, each in enumerate(known) if _is_same(each, seen[0])), None)
+        if begins is None:
+            return []
+        rest = known[begins:]
+        if len(rest) < len(seen) or not all(map(_is_same, rest, seen)):
+            return []
+        return rest if begins else self._until_refined(rest)
+
+    def _until_refined(self, known: Sequence[float]) -> Sequence[float]:
+        """The timesteps before a pipeline leaves off, as it does before a refiner."""
+        pipeline = self._scheduling.pipeline
+        end = getattr(pipeline, "denoising_end", None)
+        if not isinstance(end, float):
+            return known
+        least = round((1 - end) * self._levels)
+        steps = sum(each >= least for each in self._scheduler.timesteps.tolist())
+        # Another pipeline of the same scheduler may have run since.
+        is_of_this = getattr(pipeline, "num_timesteps", None) == steps
+        return [each for each in known if each >= least] if is_of_this else known
+
+    def _is_latest(self, timestep: float) -> bool:
+        return abs(timestep - self._times[-1]) < _CLOSE
+
+    def _is_next(self, timestep: float) -> bool:
+        """Whether the scheduler has this timestep right after the latest one."""
+        known = self._known
+        at = next((at for at, each in enumerate(known) if _is_same(each, self._times[-1])), None)
+        return at is not None and at + 1 < len(known) and _is_same(known[at + 1], timestep)
+
+    def _place(self, timestep: float) -> float:
+        """The logarithm of signal to noise at a timestep."""
+        levels = self._log_snrs
+        at = min(max(timestep, 0.0), len(levels) - 1.0)
+        low = int(at)
+        high = min(low + 1, len(levels) - 1)
+        return levels[low] + (at - low) * (levels[high] - levels[low])
+
+
+def _falling(timesteps: Tensor) -> list[float]:
+    """The timesteps of a scheduler without repetitions, as long as they fall."""
+    found: list[float] = []
+    for each in timesteps.tolist():
+        if found and each > found[-1] + _CLOSE:
+            return []
+        if not found or each < found[-1] - _CLOSE:
+            found.append(each)
+    return found
+
+
+def _is_same(one: float, other: float) -> bool:
+    return abs(one - other) <= max(_ROUNDING * abs(one), 0.5)
+
+
+def _log_snrs(scheduler: Any) -> list[float]:
+    """The logarithm of signal to noise at every noise level of training, from the lowest."""
+    kept = getattr(scheduler, "alphas_cumprod", None)
+    if isinstance(kept, Tensor):
+        shares = kept.tolist()
+    else:
+        first, last = (beta**0.5 for beta in _BETAS)
+        shares, share = [], 1.0
+        for index in range(1000):
+            share *= 1 - (first + (last - first) * index / 999) ** 2
+            shares.append(share)
+    return [math.log(max(share, 1e-8) / max(1 - share, 1e-8)) for share in shares]
+
+
+def _words(scheduler: Any) -> str:
+    """The name of a scheduler, and what its settings say of the noise that it adds."""
+    config = getattr(scheduler, "config", {})
+    noisy = "sde" if config.get("stochastic_sampling") else ""
+    return f"{type(scheduler).__name__} {config.get('algorithm_type', '')} {noisy}".lower()

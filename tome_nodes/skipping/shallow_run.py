@@ -1,0 +1,95 @@
+"""The evaluations of a sampling run, some of which are shallow."""
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from .features import Features
+from .plan import FIRST, whole_evaluations
+
+_FIRST_KEPT = FIRST - 2
+"""The first evaluation of which features are kept: a line goes through the last two."""
+
+
+class ShallowRun:
+    """Decides which evaluations of one sampling run are shallow, and keeps features for them.
+
+    Several threads may call the model in one evaluation.
+
+    Attributes:
+        is_shallow: whether the current evaluation is shallow where all that it needs is kept.
+    """
+
+    def __init__(self, ratio: float, goes_on: bool):
+        """``goes_on`` is whether features go on along a line; else the last are copied."""
+        self.is_shallow = False
+        self._ratio = ratio
+        self._features = Features(goes_on)
+        self._lock = Lock()
+        self._calls: Counter[Hashable] = Counter()
+        self._count = 0
+        self._index, self._place = 0, 0.0
+        self._whole: frozenset[int] = frozenset()
+
+    def plan(self, count: int) -> None:
+        """Plan a run of so many evaluations; all are whole before that is called."""
+        self._count, self._whole = count, whole_evaluations(self._ratio, count)
+
+    def begin(self, index: int, place: float, may_be_shallow: bool) -> None:
+        """Begin an evaluation, in which the model may be called several times.
+
+        Args:
+            index: its number, from 0.
+            place: the logarithm of signal to noise.
+            may_be_shallow: whether the settings allow that.
+        """
+        self._calls.clear()
+        self._index, self._place = index, place
+        self.is_shallow = (
+            may_be_shallow and FIRST <= index < self._count and index not in self._whole
+        )
+
+    def keys_of(
+        self, names: Sequence[Hashable], shape: Sequence[int], device: torch.device
+    ) -> list[Hashable] | None:
+        """What tells the parts of a call of the model from the others of its evaluation, in order.
+
+        A part may be evaluated several times, in areas or with something left out.
+
+        Args:
+            names: of the parts, which are as large as each other.
+            shape: of the latent that the model gets, ``[samples, channels, height, width]``.
+            device: the device that it is on.
+
+        Returns:
+            The keys; None if the samples cannot be dealt out to the parts.
+        """
+        if shape[0] % len(names):
+            return None
+        keys: list[Hashable] = []
+        with self._lock:
+            for name in names:
+                key = (name, device, shape[0] // len(names), *shape[1:])
+                keys.append((*key, self._calls[key]))
+                self._calls[key] += 1
+        return keys
+
+    def given(self, keys: Sequence[Hashable]) -> Tensor | None:
+        """What takes the place of what would come up in a call; None if the call is whole."""
+        with self._lock:
+            return self._features.at(keys, self._place) if self.is_shallow else None
+
+    def keep(self, keys: Sequence[Hashable], came: Tensor | None) -> None:
+        """Keep what came up in a whole call that has ended well, if all of its evaluation are."""
+        if came is not None and self._index >= _FIRST_KEPT and not self.is_shallow:
+            with self._lock:
+                self._features.keep(keys, self._place, came)
+
+    def clear(self) -> None:
+        """Drop everything that is kept, so that the rest of the evaluation is whole."""
+        self.is_shallow = False
+        with self._lock:
+            self._features.clear()
