@@ -31,7 +31,7 @@ BENCHES = {
     "--host-time": "benchmarks.speed.host_time",
     "--report": "benchmarks.speed.report",
     "--terrain": "benchmarks.terrain",
-    "--train": "benchmarks.fidelity.trial",
+    "--train": "benchmarks.fidelity.training",
     "--work": "benchmarks.work",
 }
 """The modules of ``bench``, by the option that chooses them."""

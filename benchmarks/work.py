@@ -6,7 +6,6 @@ Writes tables and a plot of the tokens that stay to benchmarks/results/. It take
 """
 
 import json
-from collections.abc import Sequence
 
 from benchmarks.host import use_cpu
 from tools.environment import ROOT
@@ -15,7 +14,6 @@ use_cpu()
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from comfy.k_diffusion.sampling import get_sigmas_karras  # noqa: E402
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel  # noqa: E402
 from matplotlib import pyplot as plt  # noqa: E402
 from models.checkpoints import unet_of  # noqa: E402
@@ -23,13 +21,6 @@ from torch import nn  # noqa: E402
 
 from benchmarks.speed.figures import WEBP, grid, joined  # noqa: E402
 from tome_nodes.comfyui.models.unet import UNET, deep_layers  # noqa: E402
-from tome_nodes.forecasting.samplers import SAMPLERS  # noqa: E402
-from tome_nodes.forecasting.steps import (  # noqa: E402
-    LONG_ON_UNET,
-    is_even,
-    log_snrs,
-    steps_that_run,
-)
 from tome_nodes.patching.evaluation import Observer  # noqa: E402
 from tome_nodes.patching.model import LEAST_SAVED, PatchedModel  # noqa: E402
 from tome_nodes.patching.work import Work  # noqa: E402
@@ -56,8 +47,6 @@ SECOND = "second pass"
 """The runs that are counted: their numbers of steps, and a second pass of 8."""
 LATENT = 8
 """Pixels along the side of a token of the latent."""
-LEAST_NOISE, MOST_NOISE = 0.0292, 14.6146
-"""The noise levels of both models."""
 
 
 def main() -> None:
@@ -75,9 +64,8 @@ def main() -> None:
         "# Counted work by size: `python3 dev.py bench --work`",
         "Multiplications at `ratio` 0.6, unpatched: 1. Attention to the text and the cost of "
         f"merging are left out. Where less than {LEAST_SAVED:.0%} would be saved, nothing merges. "
-        "First of one evaluation; then of whole runs under dpmpp_2m and karras, in which steps of "
-        "SDXL are shallow and steps of SD 1.5 are forecast: from noise, and a second pass of 8 "
-        "steps at `denoise` 0.5 whose picture is there from the start.",
+        "First of one evaluation; then of whole runs, in which steps are shallow, and a second "
+        "pass of 8 steps.",
         table,
         "![Tokens that stay, by the side of the map](kept-tokens.webp)",
     ]
@@ -96,56 +84,34 @@ def rows(name: str) -> dict[str, dict[str, float]]:
 
 def _row(network: nn.Module, side: int) -> dict[str, float]:
     latent = Grid(side, side)
-    saved = [_patched(network, preset).saved(latent) or 0.0 for preset in ("balanced", "fast")]
-    balanced, fast = (1 - each if each >= LEAST_SAVED else 1.0 for each in saved)
-    one = {"balanced": balanced, "fast": fast}
-    if deep := deep_layers(network):
-        outer = _outer_share(network, deep, latent)
-        return one | {
-            f"{run}, {preset}": _with_shallow(left, outer, count)
-            for run, count in {**RUNS, SECOND: 8}.items()
-            for preset, left in one.items()
-        }
-    short = [name for name, count in RUNS.items() if count < LONG_ON_UNET]
-    return {
-        **one,
-        **{f"{run}, {preset}": left for run in short for preset, left in one.items()},
-        "20 steps, balanced": balanced * steps_run(20) / 20,
-        "20 steps, fast": fast * steps_run(20) / 20,
-        # balanced leaves short runs to merging.
-        f"{SECOND}, balanced": balanced,
-        f"{SECOND}, fast": fast * steps_run(8, is_second=True) / 8,
+    patched = {preset: _patched(network, preset) for preset in ("balanced", "fast")}
+    saved = {preset: model.saved(latent) or 0.0 for preset, model in patched.items()}
+    whole = {preset: 1 - each if each >= LEAST_SAVED else 1.0 for preset, each in saved.items()}
+    shallow = {preset: _shallow(model, latent) for preset, model in patched.items()}
+    return whole | {
+        f"{run}, {preset}": _of_run(model.config, count, whole[preset], shallow[preset])
+        for run, count in {**RUNS, SECOND: 8}.items()
+        for preset, model in patched.items()
     }
 
 
-def _with_shallow(left: float, outer: float, count: int) -> float:
+def _of_run(config: ToMeConfig, count: int, whole: float, shallow: float) -> float:
     """The share of the work of a run that is left, given those of a whole and a shallow step."""
-    whole = len(whole_evaluations(ToMeConfig.ratio, count))
-    return (left * whole + outer * (count - whole)) / count
+    steps = len(whole_evaluations(config.shallow_ratio, count))
+    return (whole * steps + shallow * (count - steps)) / count
 
 
-def _outer_share(network: nn.Module, deep: Sequence[nn.Module], latent: Grid) -> float:
-    """The share of an evaluation's multiplications that a shallow one has."""
-    left_out = {part for layer in deep for part in layer.modules()}
-    outer = [layer for layer in UNET.layers(network) if layer[1] not in left_out]
-    whole = UNET.work(network, _patched(network, "fast").blocks)
-    assert whole is not None
-    return Work(outer, ()).of(latent) / whole.of(latent)
-
-
-def steps_run(count: int, is_second: bool = False) -> int:
-    """How many steps of a run the model runs, under dpmpp_2m and karras.
-
-    Args:
-        count: the number of steps.
-        is_second: whether it is a second pass, which takes the last of twice as many steps.
-    """
-    all_noises = get_sigmas_karras(count * (1 + is_second), LEAST_NOISE, MOST_NOISE)
-    levels = log_snrs(all_noises.tolist()[-count - 1 : -1], is_flow=False)
-    faster = SAMPLERS["dpmpp_2m"].faster
-    running = steps_that_run(ToMeConfig.ratio, count, is_second, is_unet=True)
-    uneven = {index for index in range(count) if not is_even(levels, index, faster, True)}
-    return len(running | uneven)
+def _shallow(model: PatchedModel, latent: Grid) -> float:
+    """The share of an evaluation's multiplications that is left in a shallow one."""
+    left_out = {part for layer in deep_layers(model.model) for part in layer.modules()}
+    layers = [layer for layer in UNET.layers(model.model) if layer[1] not in left_out]
+    blocks = [block for block in model.blocks if block.module not in left_out]
+    outer, every = UNET.work(model.model, blocks), UNET.work(model.model, model.blocks)
+    assert outer is not None and every is not None
+    own = Work(layers, outer.blocks)
+    merges = model.too_little(latent) is None
+    saved = own.saved(model.config, latent, model.least_tokens, model.deepest(latent))
+    return own.of(latent) * (1 - saved * merges) / every.of(latent)
 
 
 def _left(left: float) -> str:

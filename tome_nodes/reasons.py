@@ -150,11 +150,6 @@ MOMENTUM = (
     "node out"
 )
 
-CHANGED_GUIDANCE = (
-    "another node changes both answers of the model before they guide, as APG does, which a "
-    "sampler that looks back carries on; take euler"
-)
-
 STREAMED = (
     "blocks bring in each other's weights through a stream, which no step may break off; offload "
     "without a stream"

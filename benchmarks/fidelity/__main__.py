@@ -5,8 +5,8 @@ python3 dev.py bench --fidelity [--quick] [--only pictures hires image few secon
 
 With ``--quick``, only what the last line needs is measured, once, with one number of steps and one
 sampler, and nothing is kept. With the other arguments, the rows that they leave out stay as they
-are in the results. The judges whose names begin with trial have to be trained first, see
-``benchmarks/fidelity/trial``, and are asked only by name.
+are in the results. The judges whose names begin with stickers_sd15 have to be trained first, see
+``benchmarks/fidelity/training``, and are asked only by name.
 """
 
 import argparse
@@ -73,7 +73,7 @@ def _rounded(row: Mapping[str, Any]) -> dict[str, Any]:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="dev.py bench --fidelity", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="print the last line only, no files")
-    trained = [name for name in page.JUDGES if name not in page.TRIALS]
+    trained = [name for name in page.JUDGES if name not in page.TRAINED_FIRST]
     parser.add_argument("--only", nargs="+", choices=page.JUDGES, default=trained)
     parser.add_argument("--steps", nargs="+", type=int, default=[20, 16, 12, 8, 4])
     parser.add_argument("--names", nargs="+", metavar="NAME", help="measure only these rows again")

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
 from benchmarks.fidelity import (
@@ -15,12 +16,12 @@ from benchmarks.fidelity import (
     options,
     scene_transformer,
     sticker_unet,
+    sticker_unet_sd15,
     video_transformer,
 )
 from benchmarks.fidelity.meter import attention_share
 from benchmarks.fidelity.options import Option
 from benchmarks.fidelity.pictures import HighResolutionJudge, Judge, PictureJudge
-from benchmarks.fidelity.trial.layouts import LAYOUTS
 
 
 class FlowJudge(Judge):
@@ -62,9 +63,10 @@ class SceneJudge(FlowJudge):
 
 
 class StickerJudge(Judge):
-    """The judge whose model is the UNet of :mod:`benchmarks.fidelity.sticker_unet`.
+    """The judge whose model is a UNet of stickers.
 
     Args:
+        load: makes it.
         pictures: how many it paints, each of another kind of sticker.
         others: as of :class:`Judge`.
     """
@@ -72,10 +74,17 @@ class StickerJudge(Judge):
     scheduler = "karras"
     decode = staticmethod(sticker_unet.decode)
 
-    def __init__(self, steps: int, guidance: float = 5.0, pictures: int = 8, **others: Any):
+    def __init__(
+        self,
+        steps: int,
+        guidance: float = 5.0,
+        pictures: int = 8,
+        load: Callable[[], ModelPatcher] = sticker_unet.load,
+        **others: Any,
+    ):
         asked = [(index, index % sticker_unet.CLOUDS) for index in range(pictures)]
         self._prompts = torch.stack([sticker_unet.prompt(*each) for each in asked])
-        super().__init__(sticker_unet.load(), steps, guidance, **others)
+        super().__init__(load(), steps, guidance, **others)
 
     def batch(self) -> tuple[Tensor, Tensor, dict[str, Any]]:
         sides = sticker_unet.SIDE, sticker_unet.SIDE
@@ -87,10 +96,13 @@ class StickerSecondPassJudge(StickerJudge):
 
     denoise = 0.5
 
-    def __init__(self, steps: int, **others: Any):
-        super().__init__(steps, **others)
-        first = StickerJudge(20, pictures=len(self._prompts)).latent(self.model, shrunk=2)
-        self._begin = F.interpolate(first, scale_factor=2.0, mode="bicubic")
+    def __init__(
+        self, steps: int, load: Callable[[], ModelPatcher] = sticker_unet.load, **others: Any
+    ):
+        super().__init__(steps, load=load, **others)
+        first = StickerJudge(20, pictures=len(self._prompts), load=load)
+        picture = first.latent(self.model, shrunk=2)
+        self._begin = F.interpolate(picture, scale_factor=2.0, mode="bicubic")
 
     def batch(self) -> tuple[Tensor, Tensor, dict[str, Any]]:
         return self._begin, self._prompts, {}
@@ -161,48 +173,32 @@ def _pictures(*steps: int, **others: Any) -> Bench:
     return Bench(partial(PictureJudge, **others), options.of_other_runs, steps)
 
 
-def _cell(**others: Any) -> Bench:
-    return _pictures(20, 12, 8, photos=2, **others)
+def _stickers(sampler: str, **others: Any) -> Bench:
+    judge = partial(StickerJudge, sampler=sampler, **others)
+    return Bench(judge, options.of_stickers, (20, 12, 8))
 
 
-def _hires(steps: int = 8, **others: Any) -> Bench:
-    return Bench(partial(HighResolutionJudge, **others), options.of_other_runs, (steps,))
+def _second_stickers(sampler: str, **others: Any) -> Bench:
+    judge = partial(StickerSecondPassJudge, sampler=sampler, **others)
+    return Bench(judge, options.of_stickers, (8,))
 
 
-def _stickers(sampler: str) -> Bench:
-    return Bench(partial(StickerJudge, sampler=sampler), options.of_stickers, (20, 12, 8))
-
-
-def _second_stickers(sampler: str) -> Bench:
-    return Bench(partial(StickerSecondPassJudge, sampler=sampler), options.of_stickers, (8,))
-
-
-_NOISY: Mapping[str, Any] = {"sampler": "dpmpp_2m_sde"}
 _MULTISTEP: Mapping[str, Any] = {"sampler": "res_multistep"}
 _FEW = partial(SceneJudge, guidance=1.0, weights=scene_transformer.FEW_STEPS)
 
 BENCHES = {
     "pictures": Bench(PictureJudge, options.of_unet, (12, 20, 8)),
-    "pictures_7": _cell(guidance=7.0),
-    "pictures_euler": _cell(sampler="euler"),
-    "pictures_euler_7": _cell(sampler="euler", guidance=7.0),
-    "pictures_ancestral": _cell(sampler="euler_ancestral"),
-    "pictures_ancestral_7": _cell(sampler="euler_ancestral", guidance=7.0),
+    "pictures_7": _pictures(20, 12, 8, guidance=7.0, photos=2),
     "hires": Bench(HighResolutionJudge, options.of_high_resolution, (8,)),
-    "hires_7": _hires(guidance=7.0),
-    "hires_light": _hires(denoise=0.3),
-    "hires_light_7": _hires(denoise=0.3, guidance=7.0),
-    "hires_noisy": _hires(**_NOISY),
-    "hires_noisy_7": _hires(guidance=7.0, **_NOISY),
-    "hires_strong": _hires(16, denoise=0.7, **_NOISY),
-    "hires_strong_7": _hires(16, denoise=0.7, guidance=7.0, **_NOISY),
+    "hires_7": Bench(partial(HighResolutionJudge, guidance=7.0), options.of_other_runs, (8,)),
     "stickers": _stickers("dpmpp_2m"),
     "stickers_euler": _stickers("euler"),
     "stickers_sde": _stickers("dpmpp_2m_sde"),
     "stickers_second": _second_stickers("dpmpp_2m"),
     "stickers_second_sde": _second_stickers("dpmpp_2m_sde"),
-    "trial_sd15": _pictures(20, trial=LAYOUTS["sd15"]),
-    "trial_sd15_second": _hires(guidance=2.0, trial=LAYOUTS["sd15"]),
+    "stickers_sd15": _stickers("dpmpp_2m", load=sticker_unet_sd15.load),
+    "stickers_sd15_sde": _stickers("dpmpp_2m_sde", load=sticker_unet_sd15.load),
+    "stickers_sd15_second": _second_stickers("dpmpp_2m", load=sticker_unet_sd15.load),
     "image": Bench(SceneJudge, options.of_transformer, (8, 20)),
     "few": Bench(_FEW, options.of_transformer, (4, 8)),
     "few_multistep": Bench(partial(_FEW, **_MULTISTEP), options.of_transformer, (8,)),

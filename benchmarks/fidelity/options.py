@@ -25,18 +25,18 @@ FEWER: dict[int, Sequence[int]] = {
 }
 """The fewer steps to which a run can be cut, by its number of steps."""
 
-MERGED_FEWER: dict[int, Sequence[int]] = {20: (13, 12, 11), 8: (6, 5)}
-"""The same where *fast* forecasts steps of a UNet: about as many as it evaluates."""
-
-AS_SHALLOW: dict[int, Sequence[int]] = {20: (10, 9), 12: (7, 6), 8: (6, 5)}
-"""The same where steps are shallow."""
-
+MERGED_FEWER: dict[int, Sequence[int]] = {20: (10, 9), 16: (8, 7), 12: (7, 6), 8: (6, 5)}
+"""The same with what *fast* merges: about as much work as with its shallow steps."""
 
 ON_TRANSFORMERS = {"fast": (0.3, 0.5, 0.6, 0.75)}
 """Ratios to judge on transformers, where preset balanced is the same as fast."""
 
 _THRESHOLDS = (0.1, 0.2, 0.4)
 """Thresholds of the caches; 0.2 is the default of each."""
+
+
+_INTERVALS = (2, 3, 5)
+"""How many steps each whole one of DeepCache serves."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,11 @@ def of_stickers(steps: int) -> list[Option]:
     alone = partial(attach, config=ToMeConfig(ratio=0.6, forecast=True, merge_attn=False))
     return [
         *_fewer(steps),
-        *_merged_fewer(steps, AS_SHALLOW),
+        *_merged_fewer(steps),
+        *(
+            Option(f"DeepCache {each}", shares.CACHE, rivals.deep_cache(each))
+            for each in _INTERVALS
+        ),
         _tomesd(),
         *_presets({"balanced": (0.3, 0.6), "fast": (0.3, 0.6, 0.75)}),
         Option("shallow 0.6, nothing merged", shares.OURS, alone),
@@ -143,14 +147,12 @@ def _fewer(steps: int, picked: slice = slice(None)) -> list[Option]:
     return [Option(f"{fewer} steps", shares.STEPS, steps=fewer) for fewer in FEWER[steps][picked]]
 
 
-def _merged_fewer(
-    steps: int, fewer_steps: Mapping[int, Sequence[int]] = MERGED_FEWER
-) -> list[Option]:
-    """What *fast* merges, with fewer steps in place of forecasts or shallow ones."""
+def _merged_fewer(steps: int) -> list[Option]:
+    """What *fast* merges, with fewer steps in place of shallow ones."""
     merged = preset("fast", forecast=False)
     return [
         Option(f"fast 0.6, {fewer} steps", shares.MERGED_STEPS, merged, steps=fewer)
-        for fewer in (steps, *fewer_steps.get(steps, ()))
+        for fewer in (steps, *MERGED_FEWER[steps])
     ]
 
 

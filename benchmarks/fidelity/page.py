@@ -36,25 +36,16 @@ from matplotlib import pyplot as plt
 JUDGES = {
     "pictures": "Pictures of a UNet, guidance 2",
     "pictures_7": "The same, guidance 7",
-    "pictures_euler": "The same, guidance 2, sampled by euler",
-    "pictures_euler_7": "The same, guidance 7, sampled by euler",
-    "pictures_ancestral": "The same, guidance 2, sampled by euler_ancestral",
-    "pictures_ancestral_7": "The same, guidance 7, sampled by euler_ancestral",
     "hires": "Second passes of the UNet at 128x128 tokens, denoise 0.5, guidance 3",
     "hires_7": "The same, guidance 7",
-    "hires_light": "The same, denoise 0.3, guidance 3",
-    "hires_light_7": "The same, denoise 0.3, guidance 7",
-    "hires_noisy": "The same, guidance 3, sampled by dpmpp_2m_sde",
-    "hires_noisy_7": "The same, guidance 7, sampled by dpmpp_2m_sde",
-    "hires_strong": "The same, denoise 0.7, guidance 3, sampled by dpmpp_2m_sde",
-    "hires_strong_7": "The same, denoise 0.7, guidance 7, sampled by dpmpp_2m_sde",
     "stickers": "Stickers of a UNet whose outer level is thin, guidance 5",
     "stickers_euler": "The same, sampled by euler",
     "stickers_sde": "The same, sampled by dpmpp_2m_sde",
     "stickers_second": "Second passes of the same UNet, denoise 0.5, sampled by dpmpp_2m",
     "stickers_second_sde": "The same passes, sampled by dpmpp_2m_sde",
-    "trial_sd15": "Pictures of a UNet with SD 1.5's layout",
-    "trial_sd15_second": "Second passes of the same UNet",
+    "stickers_sd15": "Stickers of a UNet with SD 1.5's layout, guidance 5",
+    "stickers_sd15_sde": "The same, sampled by dpmpp_2m_sde",
+    "stickers_sd15_second": "Second passes of the same UNet, denoise 0.5, sampled by dpmpp_2m",
     "image": "Pictures of a transformer, with guidance",
     "few": "The same distilled to four steps, without guidance",
     "few_multistep": "The distilled transformer, sampled by res_multistep",
@@ -67,7 +58,7 @@ JUDGES = {
 SHOWN = "pictures", "hires", "image", "few", "second", "video", "edit"
 """Judges whose pictures are shown. The others sample otherwise with the model of one of these, or
 were asked a few questions only."""
-TRIALS = "trial_sd15", "trial_sd15_second"
+TRAINED_FIRST = "stickers_sd15", "stickers_sd15_sde", "stickers_sd15_second"
 """Judges whose models have to be trained first."""
 _OF_UNETS = {
     "A UNet, 20 steps, guidance 2": ("pictures", "20"),

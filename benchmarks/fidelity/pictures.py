@@ -13,7 +13,6 @@ from skimage.metrics import structural_similarity
 from torch import Tensor
 
 from benchmarks.fidelity import denoiser
-from benchmarks.fidelity.trial.layouts import PHOTOS, Layout
 
 
 class Judge:
@@ -117,18 +116,15 @@ class PictureJudge(Judge):
         guidance: float = 2.0,
         photos: int = len(denoiser.NAMES),
         sampler: str = "dpmpp_2m",
-        trial: Layout | None = None,
     ):
-        """With ``trial``, its model paints, and there are at most as many photos as it knows."""
-        self.photos = photos if trial is None else min(photos, len(PHOTOS))
+        self.photos = photos
         self.crops = denoiser.held_out_crops(self.photos)
-        self._side = denoiser.SIDE * (1 if trial is None else trial.scale)
-        super().__init__((trial or denoiser).load(), steps, guidance, sampler)
+        super().__init__(denoiser.load(), steps, guidance, sampler)
 
     def batch(self) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """A crop of each photo."""
         prompts = torch.stack([denoiser.prompt(crop.photo) for crop in self.crops])
-        empty = torch.zeros(self.photos, 3, self._side, self._side)
+        empty = torch.zeros(self.photos, 3, denoiser.SIDE, denoiser.SIDE)
         return empty, prompts, {"crops": self.crops}
 
     def figures(self, pictures: Tensor) -> dict[str, float]:
@@ -148,12 +144,11 @@ class HighResolutionJudge(PictureJudge):
         photo: int = 0,
         sampler: str = "dpmpp_2m",
         denoise: float = 0.5,
-        trial: Layout | None = None,
     ):
         """``photo`` is the index of a photo in :data:`benchmarks.fidelity.denoiser.NAMES`."""
-        super().__init__(steps, guidance, photo + 1, sampler, trial)
+        super().__init__(steps, guidance, photo + 1, sampler)
         self.denoise = denoise
-        first = PictureJudge(12, guidance, photo + 1, trial=trial)
+        first = PictureJudge(12, guidance, photo + 1)
         picture = first.latent(first.model)[photo:]
         self._begin = F.interpolate(picture, scale_factor=2.0, mode="bicubic")
 

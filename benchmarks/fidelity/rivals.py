@@ -13,6 +13,7 @@ from comfy_extras.nodes_easycache import EasyCacheNode, LazyCacheNode
 from torch import Tensor
 
 from benchmarks.patches import Patch, node
+from tome_nodes.comfyui.models.unet import deep_blocks
 
 DAMPING = 0.7
 """The share of the change that a forecast takes over."""
@@ -48,6 +49,42 @@ def _with_a_copy(executor: WrapperExecutor, x: Tensor, *others: Any, **named: An
 def lazy_cache(threshold: float) -> Patch:
     """ComfyUI's LazyCache, at its defaults except for the threshold."""
     return node(LazyCacheNode, reuse_threshold=threshold, **_OF_CACHES)
+
+
+def deep_cache(interval: int) -> Patch:
+    """DeepCache (arXiv 2312.00858), as PyPI's package of that name does it at its branch 0.
+
+    The whole UNet runs in every step whose number divides by ``interval``. In the others, only its
+    first input block and its last output block do, and what came up from the rest is copied.
+    """
+
+    def patch(model: ModelPatcher) -> ModelPatcher:
+        clone = model.clone()
+        deep = deep_blocks(model.model.diffusion_model)
+        assert deep is not None
+        kept: dict[Any, Tensor] = {}
+
+        def call(
+            executor: WrapperExecutor, x: Tensor, t: Tensor, *others: Any, **named: Any
+        ) -> Any:
+            options = named.get("transformer_options") or others[3]
+            step = int((options["sample_sigmas"] - float(t.max())).abs().argmin())
+            key = x.shape, tuple(options["cond_or_uncond"])
+            given = kept.get(key) if step % interval else None
+            begun = deep.begin(given)
+            try:
+                answer = executor(x, t, *others, **named)
+                if given is None:
+                    assert deep.came is not None
+                    kept[key] = deep.came.clone()
+            finally:
+                deep.end(begun)
+            return answer
+
+        clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "DeepCache", call)
+        return clone
+
+    return patch
 
 
 def is_evaluated(step: int, steps: int, every: int | None = None) -> bool:

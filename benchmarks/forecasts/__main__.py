@@ -3,11 +3,11 @@
 python3 dev.py bench --forecasts [--quick] [--only WORDS ...]
 
 Each pair of a sampler, a number of steps, a guidance scale, a negative prompt or none, a situation
-and a schedule occurs, on the exact denoiser, and all other samplers alone. Some graphs run on small
-trained models, too.
-With ``--quick``, pairs among samplers, situations and schedules need not occur, trained models run
-only in 8 steps, and nothing is kept. With ``--only``, only graphs run whose words contain one of
-these, and nothing is kept. The exit code is 1 if a cell is over the limit.
+and a schedule occurs, on the exact denoiser, and all other samplers alone. Some graphs run on a
+small trained transformer, too.
+With ``--quick``, pairs among samplers, situations and schedules need not occur, the trained one
+runs only in 8 steps, and nothing is kept. With ``--only``, only graphs run whose words contain one
+of these, and nothing is kept. The exit code is 1 if a cell is over the limit.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from benchmarks.forecasts import page  # noqa: E402
 from benchmarks.forecasts.cells import SAMPLERS, Cell, Graph, cell  # noqa: E402
 from benchmarks.forecasts.pairs import cover  # noqa: E402
 from benchmarks.forecasts.situations import SITUATIONS  # noqa: E402
-from benchmarks.forecasts.subjects import TRAINED_FLOW, TRAINED_UNET, UNET  # noqa: E402
+from benchmarks.forecasts.subjects import TRAINED_FLOW  # noqa: E402
 from benchmarks.machine import origin  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -42,55 +42,16 @@ PAIRED = (
 )
 """The samplers under which steps are forecast, and one for each reason why none are."""
 
-OF_NETWORKS = ("adapter", "Deep Shrink")
-"""The first words of situations with nodes that change the inside of a UNet."""
-
 AXES: dict[str, Sequence[Any]] = {
     "sampler": PAIRED,
     "steps": (8, 10, 20, 30),
     "guidance": (1.0, 3.0, 7.0),
     "negative": (True, False),
-    "situation": tuple(name for name in SITUATIONS if not name.startswith(OF_NETWORKS)),
+    "situation": tuple(SITUATIONS),
     "schedule": tuple(
         (scheduler, shift) for scheduler in comfy.samplers.SCHEDULER_NAMES for shift in SHIFTS
     ),
 }
-_OF_FLOWS = ("SkipLayer", "NAG", "hooked", "CFGZeroStar", "inversion")
-"""The first words of situations with nodes or noise levels for transformers."""
-
-UNET_AXES: dict[str, Sequence[Any]] = {
-    **AXES,
-    "sampler": (
-        *("euler", "euler_ancestral", "ddim", "ddpm", "dpmpp_2m", "res_multistep"),
-        *("uni_pc", "lcm", "er_sde", "dpmpp_2m_sde"),
-    ),
-    "steps": (12, 16, 20, 30),
-    "situation": tuple(
-        name
-        for name, situation in SITUATIONS.items()
-        if not (situation.is_video or name.startswith((*_OF_FLOWS, *OF_NETWORKS)))
-    ),
-    "schedule": tuple((scheduler, None) for scheduler in comfy.samplers.SCHEDULER_NAMES),
-}
-"""The same for UNets."""
-
-TRAINED_UNET_AXES: dict[str, Sequence[Any]] = {
-    "sampler": ("euler", "euler_ancestral", "ddpm", "dpmpp_2m", "res_multistep"),
-    "steps": (20, 25, 30),
-    "guidance": (1.0, 4.0, 5.0, 7.0, 9.0),
-    "negative": (True, False),
-    "situation": (
-        *("plain", "second prompt 0.2 to 0.8", "second prompt 0 to 0.5"),
-        *(name for name in SITUATIONS if name.startswith(OF_NETWORKS)),
-        *("PAG", "second pass, denoise 0.5", "EasyCache before ours", "EasyCache after ours"),
-    ),
-    "schedule": tuple(
-        (scheduler, None)
-        for scheduler in ("karras", "normal", "simple", "sgm_uniform", "beta", "exponential")
-    ),
-}
-"""The same for the trained UNet."""
-
 LONG_AXES = ("sampler", "situation", "schedule")
 
 
@@ -100,7 +61,6 @@ def graphs(is_quick: bool) -> list[Graph]:
     others = [sampler for sampler in SAMPLERS if sampler not in PAIRED]
     return [
         *(_graph(**row) for row in cover(AXES, apart)),
-        *(_graph(**row, on=UNET) for row in cover(UNET_AXES, apart)),
         *(Graph(sampler, 8, 3.0, True, "plain", "simple", 3.0) for sampler in others),
     ]
 
@@ -111,7 +71,7 @@ def _graph(schedule: tuple[str, float | None], **others: Any) -> Graph:
 
 
 def trained_graphs(is_quick: bool) -> list[Graph]:
-    """Graphs on trained models: where forecasts did harm once, and the plain graphs beside."""
+    """Graphs on the trained model: where forecasts did harm once, and the plain graphs beside."""
     asked: list[tuple[int, float, str, str]] = [
         *((steps, scale, "plain", "euler") for steps in (8, 10, 20) for scale in (3.0, 5.0, 7.0)),
         *((steps, 6.0, "prompts in two calls", "euler") for steps in (8, 10)),
@@ -123,7 +83,6 @@ def trained_graphs(is_quick: bool) -> list[Graph]:
         *((20, 3.0, "plain", sampler) for sampler in ("dpmpp_2m", "dpmpp_2m_sde", "dpmpp_sde")),
         *((8, 3.0, "plain", sampler) for sampler in ("res_multistep", "euler_cfg_pp", "heun")),
     ]
-    of_unets = () if is_quick else cover(TRAINED_UNET_AXES)
     # Two noise levels near the highest are so close that a line through their answers leads far.
     close = (("simple", 30), ("beta", 17), ("beta", 18))
     trained = [
@@ -135,7 +94,6 @@ def trained_graphs(is_quick: bool) -> list[Graph]:
             Graph("euler", steps, 3.0, False, "plain", scheduler, 11.0, on=TRAINED_FLOW)
             for scheduler, steps in close
         ),
-        *(_graph(**row, on=TRAINED_UNET) for row in of_unets),
     ]
     return [graph for graph in trained if graph.steps == 8 or not is_quick]
 

@@ -47,7 +47,7 @@ SAMPLERS = (
 )
 """The host's samplers, and some with churn."""
 
-_NOTHING = re.compile(r"\[ToMe\] nothing (was forecast|merged|was merged or forecast): ")
+_NOTHING = re.compile(r"\[ToMe\] nothing was forecast: ")
 
 FORECAST, ASIDE, NONE, WRONG = "forecast", "aside", "not possible", "wrong"
 

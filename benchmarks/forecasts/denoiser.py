@@ -5,14 +5,12 @@ The best guess of such a picture under noise is Wiener's filter.
 """
 
 import inspect
-import math
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 import torch
 from comfy.model_patcher import ModelPatcher
-from comfy.model_sampling import CONST
 from comfy.patcher_extension import WrapperExecutor, WrappersMP
 from torch import Tensor
 
@@ -68,7 +66,7 @@ def _filtered(picture: Tensor, gain: Tensor) -> Tensor:
 
 
 class Denoiser:
-    """Answers in place of the network of a flow, or of a UNet that predicts noise.
+    """Answers in place of the network of a flow.
 
     It answers another way for whatever changes a network: other prompts, a ControlNet, weights
     that a hook changes, blocks that a node of guidance replaces, and attention that it patches.
@@ -77,7 +75,6 @@ class Denoiser:
     def __init__(self, model: ModelPatcher, weight: str):
         """Answer for ``model``, whose parameter ``weight`` hooks may change."""
         self._network = model.model.diffusion_model
-        self._is_flow = isinstance(model.get_model_object("model_sampling"), CONST)
         self._weight = weight
         self._before = self._fingerprint()
 
@@ -88,12 +85,7 @@ class Denoiser:
         x: Tensor = given["x"]
         options: Mapping[str, Any] = given["transformer_options"]
         noise = float(options["sigmas"].max())
-        if self._is_flow:
-            return (x - self._picture(x, noise, given, options)) / noise
-        # The host has scaled the noisy picture so that its variance is 1.
-        noisy = x * math.sqrt(noise**2 + 1)
-        picture = self._picture(noisy / (1 + noise), noise / (1 + noise), given, options)
-        return (noisy - picture) / noise
+        return (x - self._picture(x, noise, given, options)) / noise
 
     def _picture(
         self, latent: Tensor, noise: float, given: Mapping[str, Any], options: Mapping[str, Any]

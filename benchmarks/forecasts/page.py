@@ -5,7 +5,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.forecasts.cells import ASIDE, FORECAST, MOST, NONE, NOTHING, SEEDS, Cell, Graph
-from benchmarks.forecasts.subjects import TRAINED_FLOW, TRAINED_UNET
+from benchmarks.forecasts.subjects import TRAINED_FLOW
 from benchmarks.speed.figures import grid, joined
 
 Rows = Sequence[tuple[Graph, Cell]]
@@ -39,8 +39,7 @@ def markdown(taken: Mapping[str, Any], summary: str, rows: Rows) -> str:
         summary: the last line.
         rows: all graphs and cells.
     """
-    trained = (TRAINED_FLOW, TRAINED_UNET)
-    exact = [(graph, cell) for graph, cell in rows if graph.on not in trained]
+    exact = [(graph, cell) for graph, cell in rows if graph.on != TRAINED_FLOW]
     worst = sorted(rows, key=lambda row: -row[1].ratio)[:_WORST]
     return joined(
         [
@@ -58,19 +57,11 @@ def markdown(taken: Mapping[str, Any], summary: str, rows: Rows) -> str:
             _by("guidance", exact, lambda graph: f"{graph.guidance:g}"),
             _by("negative prompt", exact, lambda graph: "a prompt" if graph.negative else "none"),
             _by("scheduler", exact, lambda graph: graph.scheduler),
-            _by(
-                "shift", exact, lambda graph: "UNet" if graph.shift is None else f"{graph.shift:g}"
-            ),
+            _by("shift", exact, lambda graph: f"{graph.shift:g}"),
             "## The worst cells",
             _cells(worst),
-            *(
-                part
-                for name in trained
-                for part in (
-                    f"## On the {name}",
-                    _cells([row for row in rows if row[0].on == name]),
-                )
-            ),
+            f"## On the {TRAINED_FLOW}",
+            _cells([row for row in rows if row[0].on == TRAINED_FLOW]),
             "## Why nothing was forecast",
             _whys(rows, ASIDE),
             "## What cannot run without ours either",

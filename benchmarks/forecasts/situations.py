@@ -14,7 +14,6 @@ import torch
 
 # Without it, some of the nodes cannot be imported.
 import comfy_extras.nodes_post_processing  # noqa: F401  # isort: skip
-from comfy.model_patcher import ModelPatcher
 from comfy.samplers import KSAMPLER
 from comfy_extras.nodes_apg import APG
 from comfy_extras.nodes_cfg import CFGNorm, CFGZeroStar
@@ -28,7 +27,6 @@ from comfy_extras.nodes_custom_sampler import (
 from comfy_extras.nodes_differential_diffusion import DifferentialDiffusion
 from comfy_extras.nodes_easycache import EasyCacheNode, LazyCacheNode
 from comfy_extras.nodes_model_advanced import RescaleCFG
-from comfy_extras.nodes_model_downscale import PatchModelAddDownscale
 from comfy_extras.nodes_nag import NAGuidance
 from comfy_extras.nodes_pag import PerturbedAttentionGuidance
 from comfy_extras.nodes_slg import SkipLayerGuidanceDiT
@@ -217,49 +215,6 @@ def _skipping(start: float, end: float) -> Situation:
     return Situation(f"SkipLayerGuidance {start:g} to {end:g}", patch)
 
 
-def _adapter(start: float, end: float, can_be_read: bool = True) -> Situation:
-    """More tokens for attention to text in a range of steps, as IP-Adapter adds a picture's.
-
-    ``can_be_read`` tells whether the function keeps the noise levels at which the range begins and
-    ends, as nodes of the kind do.
-    """
-
-    def patch(model: ModelPatcher) -> ModelPatcher:
-        to_sigma = model.get_model_object("model_sampling").percent_to_sigma
-        levels = {"sigma_start": to_sigma(start), "sigma_end": to_sigma(end)}
-        clone = model.clone()
-        clone.set_model_attn2_patch(_Adapter(levels if can_be_read else [*levels.values()]))
-        return clone
-
-    hidden = "" if can_be_read else " that nothing shows"
-    return Situation(f"adapter {start:g} to {end:g}{hidden}", patch)
-
-
-class _Adapter:
-    """Adds the same tokens to each prompt, between two noise levels."""
-
-    def __init__(self, levels: Any):
-        self.levels = levels
-
-    def __call__(
-        self, queries: Tensor, keys: Tensor, values: Tensor, extra_options: dict[str, Any]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        levels = self.levels
-        start, end = levels.values() if isinstance(levels, dict) else levels
-        if not end <= extra_options["sigmas"][0] <= start:
-            return queries, keys, values
-        generator = torch.Generator().manual_seed(2)
-        tokens = torch.randn(1, *keys.shape[1:], generator=generator).expand_as(keys)
-        return queries, torch.cat([keys, tokens], 1), torch.cat([values, tokens], 1)
-
-
-def _deep_shrink(end: float) -> Situation:
-    inputs = {"block_number": 1, "downscale_factor": 2.0, "downscale_after_skip": True}
-    methods = {"downscale_method": "bicubic", "upscale_method": "bicubic"}
-    patch = node(PatchModelAddDownscale, **inputs, start_percent=0.0, end_percent=end, **methods)
-    return Situation(f"Deep Shrink 0 to {end:g}", patch)
-
-
 def _second_prompt(start: float, end: float) -> Situation:
     prompts = partial(_with_second, start_percent=start, end_percent=end)
     return Situation(f"second prompt {start:g} to {end:g}", prompts=prompts)
@@ -318,10 +273,6 @@ _ALL = (
     Situation("inversion and back", passes=_inverted, begins=True),
     Situation("second pass, denoise 0.5", passes=_second_pass, begins=True),
     Situation("lying sigma", wrap=_lying),
-    _adapter(0.0, 0.5),
-    _adapter(0.0, 0.5, can_be_read=False),
-    _adapter(0.3, 1.0),
-    _deep_shrink(0.6),
 )
 
 SITUATIONS = {each.name: each for each in _ALL}

@@ -1,4 +1,4 @@
-"""What graphs are run on: tiny models with the exact denoiser, and small trained models."""
+"""What graphs are run on: tiny models with the exact denoiser, and a small trained one."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -9,10 +9,9 @@ import comfy.sample
 import comfy.samplers
 import torch
 from comfy.model_patcher import ModelPatcher
-from models.comfyui import TINY, UNETS, Tiny, build, conditioning
+from models.comfyui import TINY, Tiny, build, conditioning
 from torch import Tensor
 
-from benchmarks.fidelity import denoiser
 from benchmarks.fidelity.judges import SceneJudge
 from benchmarks.fidelity.pictures import rms
 from benchmarks.fidelity.scene_transformer import FLUX, LATENT_SIDE, PATCH
@@ -51,7 +50,7 @@ class Subject:
     difference: Callable[[Tensor, Tensor], float]
 
 
-FLOW, UNET, TRAINED_FLOW, TRAINED_UNET = "flow", "UNet", "trained flow", "trained UNet"
+FLOW, TRAINED_FLOW = "flow", "trained flow"
 """The names of what a graph may be run on."""
 
 
@@ -60,11 +59,6 @@ def of_name(name: str, is_video: bool = False) -> Subject:
     """A subject by its name; videos are of a flow."""
     if name == TRAINED_FLOW:
         return trained_flow()
-    if name == TRAINED_UNET:
-        return trained_unet()
-    if name == UNET:
-        # Too small to merge.
-        return _exact(UNETS["sdxl"], 16, "time_embed.0.weight")
     if is_video:
         # Long enough for context windows.
         return _exact(replace(TINY["wan21"], frames=24), 4, "blocks.0.self_attn.q.weight")
@@ -114,54 +108,6 @@ def trained_flow() -> Subject:
         lora={},
         finish=lambda model: model,
         difference=lambda one, other: rms(judge.decode(one) - judge.decode(other)),
-    )
-
-
-_UNET_SIDE = 32
-_UNET_PHOTOS = (0, 1, 3, 4)
-
-
-def trained_unet() -> Subject:
-    """The trained UNet, which paints four pictures at a time; differences are of pixels.
-
-    Their side is half of what it was trained on, which takes a seventh of the time.
-    """
-    names = [denoiser.NAMES[photo] for photo in _UNET_PHOTOS]
-    held_out = denoiser.held_out_crops(2 * len(denoiser.NAMES))
-    crops = [held_out[len(denoiser.NAMES) + photo] for photo in _UNET_PHOTOS]
-    edge = (denoiser.SIDE - _UNET_SIDE) // 2
-    extras = {
-        "crops": [
-            denoiser.Crop(crop.photo, crop.top + edge, crop.left + edge, _UNET_SIDE)
-            for crop in crops
-        ]
-    }
-    prompts = torch.stack([denoiser.prompt(name) for name in names])
-    shape = (len(names), 3, _UNET_SIDE, _UNET_SIDE)
-    model = denoiser.load()
-
-    @cache
-    def picture() -> Tensor:
-        noise = comfy.sample.prepare_noise(torch.zeros(shape), 3)
-        return comfy.sample.sample(
-            *(model, noise, 20, 2.0, "dpmpp_2m", "karras"),
-            *([[prompts, extras]], [[torch.zeros_like(prompts), extras]], torch.zeros(shape)),
-            disable_pbar=True,
-        )
-
-    return Subject(
-        model=model,
-        shape=shape,
-        picture=picture,
-        positive=[[prompts, extras]],
-        # Of the other pictures, one further each.
-        negative=[[prompts.roll(2, 0), extras]],
-        other=[[prompts.roll(1, 0), extras]],
-        short=[[torch.zeros_like(prompts[:, :-1]), extras]],
-        hint=torch.zeros(1),
-        lora={},
-        finish=lambda model: model,
-        difference=lambda one, other: rms(denoiser.to_pixels(one) - denoiser.to_pixels(other)),
     )
 
 

@@ -92,7 +92,7 @@ def whole_of(seen):
 def test_every_pipeline_has_shallow_steps_and_is_as_before_without(name, log_messages):
     case = of("Euler", CASES[name])
     expected, before, random = case(STEPS), attributes(case.network), torch.get_rng_state()
-    assert tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced") is case.pipeline
+    assert tome_nodes.apply_patch(case.pipeline, 0.6, preset="fast") is case.pipeline
     shallow = case(STEPS)
     assert 1e-4 < relative_error(shallow, expected) < 1
     # Another run begins anew.
@@ -184,7 +184,7 @@ def test_evaluations_are_planned_whatever_the_scheduler(name, log_messages):
     """An evaluation is a timestep, at which some schedulers ask twice."""
     case = of(name)
     seen = watch(case.network)
-    tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced")
+    tome_nodes.apply_patch(case.pipeline, 0.6, preset="fast")
     assert case(STEPS).isfinite().all()
     count = len(seen)
     assert count in (STEPS, 2 * STEPS - 1)
@@ -233,7 +233,7 @@ def by_hand(unet, timesteps, sample=None, **given):
 def test_a_loop_by_hand_is_counted_by_how_its_timesteps_fall(timesteps, log_messages):
     unet = make_unet()
     seen = watch(unet)
-    tome_nodes.apply_patch(unet, 0.6, preset="balanced")
+    tome_nodes.apply_patch(unet, 0.6, preset="fast")
     by_hand(unet, timesteps)
     assert whole_of(seen) == WHOLE
     assert "shallow 11/20 steps" in log_messages()[-1]
@@ -243,10 +243,18 @@ def test_a_loop_by_hand_is_counted_by_how_its_timesteps_fall(timesteps, log_mess
     assert whole_of(seen) == WHOLE
 
 
+def test_calls_at_any_noise_level_are_all_whole():
+    unet = make_unet()
+    seen = watch(unet)
+    tome_nodes.apply_patch(unet, 0.6, preset="fast")
+    by_hand(unet, [900, 880, 500, 490, 60, 55, 54, 20, 700, 300, 290, 30, 20, 5, 1])
+    assert len(whole_of(seen)) == len(seen)
+
+
 def test_a_second_pipeline_and_copies_are_counted_by_their_own_timesteps():
     case, other = of("Euler"), of("DDIM")
     other.pipeline.unet = case.network
-    tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced")
+    tome_nodes.apply_patch(case.pipeline, 0.6, preset="fast")
     copies = copy.deepcopy(case.network), pickle.loads(pickle.dumps(case.network))
     seen = watch(case.network)
     case(STEPS)
@@ -262,7 +270,7 @@ def test_a_second_pipeline_and_copies_are_counted_by_their_own_timesteps():
 
 def test_a_run_of_another_schedule_begins_anew_even_if_its_timestep_falls(case):
     """An interrupted run, and one that begins with a picture, at a later step."""
-    tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced")
+    tome_nodes.apply_patch(case.pipeline, 0.6, preset="fast")
     seen = watch(case.network)
 
     def stop(pipeline, step, timestep, given):
@@ -286,7 +294,7 @@ def test_a_run_of_another_schedule_begins_anew_even_if_its_timestep_falls(case):
 def test_a_run_that_a_refiner_goes_on_with_ends_where_it_leaves_off(log_messages):
     """Of the 25 steps, 20 are left; another pipeline of its parts knows nothing of that."""
     case = of("Euler", sdxl)
-    tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced")
+    tome_nodes.apply_patch(case.pipeline, 0.6, preset="fast")
     seen = watch(case.network)
     case(25, denoising_end=0.8)
     assert whole_of(seen) == WHOLE
@@ -311,7 +319,7 @@ def test_a_run_that_a_refiner_goes_on_with_ends_where_it_leaves_off(log_messages
 )
 def test_percents_follow_the_timesteps_as_those_of_merging_do(case, given, expected):
     seen = watch(case.network)
-    tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced", **given)
+    tome_nodes.apply_patch(case.pipeline, 0.6, preset="fast", **given)
     case(STEPS)
     shallow = {*range(STEPS)} - {*whole_of(seen)}
     assert shallow == ({*range(STEPS)} - {*WHOLE}) & {*expected}
@@ -333,7 +341,7 @@ def another_prompt(pipeline, step, timestep, given):
 def test_the_step_after_a_change_of_the_prompt_is_whole(case, change):
     assert 10 not in WHOLE
     seen = watch(case.network)
-    tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced")
+    tome_nodes.apply_patch(case.pipeline, 0.6, preset="fast")
     given = ["latents", "prompt_embeds"]
     case(STEPS, callback_on_step_end=change, callback_on_step_end_tensor_inputs=given)
     assert whole_of(seen) == sorted({*WHOLE, 10})
@@ -343,7 +351,7 @@ def test_the_step_in_which_a_controlnet_ends_is_whole():
     """Its residuals become zeros."""
     case = of("Euler", CASES["sd15_controlnet"])
     seen = watch(case.network)
-    tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced")
+    tome_nodes.apply_patch(case.pipeline, 0.6, preset="fast")
     case(STEPS, control_guidance_end=0.5)
     assert 10 not in WHOLE and 10 in whole_of(seen)
 
@@ -402,7 +410,7 @@ def test_nothing_is_left_after_a_run(case, failure, monkeypatch):
 
 def test_a_run_without_memory_goes_on_whole(case, monkeypatch, log_messages):
     seen = watch(case.network)
-    tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced")
+    tome_nodes.apply_patch(case.pipeline, 0.6, preset="fast")
     expected = case(STEPS)
     del seen[:]
     evaluate = ModelRun.evaluate_shallow
@@ -425,7 +433,7 @@ def test_calls_with_gradients_are_whole():
     unet = make_unet()
     seen, given = watch(unet), inputs(unet)
     sample = given.pop("sample")
-    tome_nodes.apply_patch(unet, 0.6, preset="balanced")
+    tome_nodes.apply_patch(unet, 0.6, preset="fast")
     for timestep in range(951, 0, -50):
         unet(sample, timestep, **given)
     assert len(whole_of(seen)) == len(seen) == STEPS
@@ -437,7 +445,7 @@ def test_blocks_that_bring_in_weights_for_the_next_all_run(case, log_messages, m
     hooked = [each for each in case.network.modules() if hasattr(each, "_diffusers_hook")]
     hook = hooked[-1]._diffusers_hook.get_hook("group_offloading")
     seen = watch(case.network)
-    tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced")
+    tome_nodes.apply_patch(case.pipeline, 0.6, preset="fast")
     case(STEPS)
     assert whole_of(seen) == WHOLE
     monkeypatch.setattr(hook.group, "stream", object())
@@ -461,7 +469,7 @@ def test_a_model_in_half_precision_has_the_same_shallow_steps(case):
     for prompt in "prompt_embeds", "negative_prompt_embeds":
         case.arguments[prompt] = case.arguments[prompt].bfloat16()
     seen = watch(case.network)
-    tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced")
+    tome_nodes.apply_patch(case.pipeline, 0.6, preset="fast")
     latent = case(STEPS)
     assert latent.dtype == torch.bfloat16 and latent.isfinite().all()
     assert whole_of(seen) == WHOLE
@@ -487,14 +495,14 @@ def test_parts_of_a_picture_under_copies_of_the_scheduler_are_one_run(log_messag
     )
     case.pipeline.set_progress_bar_config(disable=True)
     seen = watch(case.network)
-    tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced")
+    tome_nodes.apply_patch(case.pipeline, 0.6, preset="fast")
     case(STEPS, height=512, width=768)
     assert whole_of(seen) == WHOLE
     assert "shallow 11/20 steps" in log_messages()[-1]
 
 
 def test_an_error_in_the_report_costs_no_picture(case, log_messages, monkeypatch):
-    tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced")
+    tome_nodes.apply_patch(case.pipeline, 0.6, preset="fast")
     expected = case(STEPS)
 
     def fail(*_, **__):

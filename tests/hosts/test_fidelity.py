@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
+from common import relative_error
 from host import merging
 
 from benchmarks.fidelity import __main__ as fidelity
@@ -21,11 +22,12 @@ from benchmarks.fidelity import (
     scene_transformer,
     shares,
     sticker_unet,
+    sticker_unet_sd15,
     video_transformer,
     weights,
 )
-from benchmarks.fidelity.trial import layouts
-from benchmarks.fidelity.trial.__main__ import Training, course_of
+from benchmarks.fidelity.training import __main__ as training
+from benchmarks.fidelity.training.__main__ import Training, course_of
 from tome_nodes.comfyui.attachment import attach
 
 pytestmark = pytest.mark.newest_only
@@ -68,38 +70,44 @@ def test_the_judge_of_pictures_finds_no_error_in_the_plain_model(monkeypatch):
     assert plain["time"] == 1 > ours["time"] > 0.5
 
 
-def test_fewer_merged_steps_have_no_forecasts_and_the_same_merging(monkeypatch):
+def test_fewer_merged_steps_are_whole_and_merge_the_same(monkeypatch):
     monkeypatch.setattr(denoiser, "SIDE", 32)
     judge = pictures.PictureJudge(steps=20, photos=1)
-    names = "fast 0.6", "fast 0.6, 20 steps", "fast 0.6, 12 steps"
+    names = "fast 0.6", "fast 0.6, 20 steps", "fast 0.6, 10 steps"
     asked = {option.name: option for option in options.of_other_runs(20)}
     rows, _ = fidelity.judged(judge, [asked[name] for name in names])
     both, merged, fewer = (rows[name] for name in names)
-    assert both["evaluations"] < 20 == merged["evaluations"] > fewer["evaluations"] == 12
-    assert fewer["time"] == pytest.approx(0.6 * merged["time"])
-    assert both["time"] == pytest.approx(both["evaluations"] / 20 * merged["time"])
+    assert both["evaluations"] == merged["evaluations"] == 20 > fewer["evaluations"] == 10
+    assert fewer["time"] == pytest.approx(0.5 * merged["time"])
+    assert 0.45 * merged["time"] < both["time"] < 0.7 * merged["time"]
     assert 0 < merged["error"] < min(both["error"], fewer["error"])
 
 
 def test_a_judge_without_weights_names_the_command_that_trains_it(monkeypatch, tmp_path):
-    monkeypatch.setattr(layouts, "ROOT", tmp_path)
-    with pytest.raises(SystemExit, match="bench --train sd15"):
-        judges.BENCHES["trial_sd15"].make(20)
+    monkeypatch.setattr(sticker_unet_sd15, "STATE", tmp_path / "state.pt")
+    with pytest.raises(SystemExit, match="bench --train stickers_sd15"):
+        judges.BENCHES["stickers_sd15"].make(20)
 
 
-def test_a_stopped_training_goes_on_and_its_average_paints(monkeypatch, tmp_path):
-    monkeypatch.setattr(layouts, "ROOT", tmp_path)
-    monkeypatch.setattr(denoiser, "SIDE", 32)
-    course = replace(course_of("sd15"), full_share=0.0)
+def test_a_grown_unet_paints_what_the_smaller_one_paints_and_its_training_goes_on(
+    monkeypatch, tmp_path
+):
+    monkeypatch.setattr(training, "Stickers", _OnePicture)
+    monkeypatch.setattr(sticker_unet_sd15, "STATE", tmp_path / "state.pt")
+    monkeypatch.setattr(sticker_unet, "SIDE", 16)
+    course = replace(course_of("stickers_sd15"), sizes=((16, 2), (16, 2)))
     first = Training(course, rate=1e-3)
+    first.save()
+    smaller, grown = (judges.BENCHES[name].make(2) for name in ("stickers", "stickers_sd15"))
+    assert relative_error(grown.expected, smaller.expected) < 1e-3
     first.step()
     first.save()
     again = Training(course, rate=1e-3)
     assert again.steps == 1
     for name, weight in first.model.state_dict().items():
         assert torch.equal(weight, again.model.state_dict()[name])
-    judge = judges.BENCHES["trial_sd15"].make(2)
-    assert judge.expected.shape == (3, 3, 32, 32)
+    trained = judges.BENCHES["stickers_sd15"].make(2)
+    assert not torch.equal(trained.expected, grown.expected)
 
 
 def test_weights_are_kept_to_half_a_step(tmp_path):
@@ -133,26 +141,38 @@ class _OnePicture:
 
     def batch(self, size, side):
         latent = torch.linspace(-1, 1, side).expand(size, 8, side, side)
-        return latent, torch.empty(size, 0, side, side), torch.zeros(size, 2, 64)
+        return latent, torch.zeros(size, 2, 64)
 
 
 def test_the_unet_of_stickers_learns_noise_and_its_weights_paint(monkeypatch, tmp_path):
+    monkeypatch.setattr(training, "Stickers", _OnePicture)
     course = replace(
         course_of("stickers"),
         state=tmp_path / "state.pt",
-        data=_OnePicture,
         sizes=((16, 2), (16, 2)),
-        begin=dict,
+        begin=lambda unet: {},
     )
-    training = Training(course, rate=3e-3)
-    losses = [training.step()[1] for _ in range(50)]
+    learning = Training(course, rate=3e-3)
+    losses = [learning.step()[1] for _ in range(50)]
     assert sum(losses[-10:]) < 0.7 * sum(losses[:10])
-    weights.save(training.average, tmp_path / "stickers.npz")
+    weights.save(learning.average, tmp_path / "stickers.npz")
     monkeypatch.setattr(sticker_unet, "WEIGHTS", tmp_path / "stickers.npz")
     monkeypatch.setattr(sticker_unet, "SIDE", 16)
     judge = judges.StickerJudge(2, pictures=2)
     assert judge.expected.shape == (2, 3, 64, 64)
     assert judge.figures(judge.expected)["error"] == 0
+
+
+def test_deep_cache_runs_the_whole_unet_in_every_step_of_its_interval(monkeypatch):
+    monkeypatch.setattr(sticker_unet, "SIDE", 16)
+    judge = judges.StickerJudge(5, pictures=1)
+    asked = [options.Option(str(each), "", rivals.deep_cache(each)) for each in (1, 2, 5)]
+    rows, _ = fidelity.judged(judge, asked)
+    outer = (rows["5"]["time"] - 0.2) / 0.8
+    assert (rows["1"]["error"], rows["1"]["time"]) == (0, 1)
+    assert 0 < outer < 0.1
+    assert rows["2"]["time"] == pytest.approx(0.6 + 0.4 * outer)
+    assert 0 < rows["2"]["error"] < rows["5"]["error"]
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from comfy_extras.nodes_context_windows import ContextWindowsManualNode
 from common import relative_error
 from compatibility.neighbours import BY_NAME
 from host import fast, preset
-from models.comfyui import AURA_FLOW, KINDS, TINY, build_class, conditioning, sample
+from models.comfyui import AURA_FLOW, TINY, build_class, conditioning, sample
 
 from benchmarks.fidelity import rivals
 from tome_nodes import reasons
@@ -22,8 +22,6 @@ from tome_nodes.forecasting.samplers import SAMPLERS
 from tome_nodes.forecasting.steps import log_snr
 from tome_nodes.report import drawing
 from tome_nodes.report.pages import hint_for, in_words, report_of
-from tome_nodes.settings.config import ToMeConfig
-from tome_nodes.settings.presets import settings_of
 
 SIZE = 8, 10
 GOOD = "euler", "dpmpp_2m", "res_multistep"
@@ -347,34 +345,6 @@ def test_a_run_of_a_picture_is_forecast_and_a_second_run_begins_anew(flux):
     assert len(answers) == 4
     sampled(patched, cfg=1.0, seed=9)
     assert torch.equal(sampled(patched, **options), first)
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, "forecast 7/20 steps"),
-        ({"sampler": "dpmpp_2m"}, "forecast 6/20 steps"),
-        ({"preset": "fast"}, "forecast 7/20 steps"),
-        ({"steps": 19}, "nothing merged: "),
-        ({"sampler": "er_sde"}, "nothing merged: "),
-        ({"sampler": "heun"}, "nothing merged: "),
-        ({"sampler": "dpmpp_2m", "scheduler": "exponential"}, "nothing merged: "),
-    ],
-    ids=["euler", "dpmpp_2m", "fast", "short", "er_sde", "heun", "exponential"],
-)
-def test_a_unet_in_which_merging_saves_next_to_nothing_is_forecast_in_long_runs(
-    models, log_messages, options, expected
-):
-    sd15, tiny = models("sd15"), KINDS["sd15"]
-    options = {"steps": 20, "scheduler": "normal", **options}
-    config = ToMeConfig(**settings_of(options.pop("preset", "balanced"), {}))
-    given, answers = seen(sd15)
-    result = sample(attach(given, config), tiny, (8, 8), cfg=1.0, **options)
-    plain = sample(sd15, tiny, (8, 8), cfg=1.0, **options)
-    is_forecast = expected.startswith("forecast")
-    assert torch.equal(result, plain) != is_forecast
-    assert (len(answers) < options["steps"]) == is_forecast
-    assert log_messages()[-1].startswith(f"[ToMe] {expected}")
 
 
 def test_the_report_says_how_many_steps_were_forecast(flux):

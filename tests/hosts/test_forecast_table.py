@@ -19,7 +19,7 @@ from benchmarks.forecasts import __main__ as command
 from benchmarks.forecasts import cells, denoiser
 from benchmarks.forecasts.cells import ASIDE, FORECAST, NONE, WRONG, Cell, Graph
 from benchmarks.forecasts.situations import SITUATIONS
-from benchmarks.forecasts.subjects import TRAINED_FLOW, TRAINED_UNET
+from benchmarks.forecasts.subjects import TRAINED_FLOW
 
 PLAIN = Graph("euler", 8, 3.0, True, "plain", "simple", 3.0)
 
@@ -79,24 +79,10 @@ def latent_of():
     return cache(lambda graph: cells.run(graph, 1).latent[:1])
 
 
-# In one process, since they are compared with the same runs.
-on_the_trained_unet = pytest.mark.xdist_group("trained_unet")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name, marks=on_the_trained_unet if name.startswith(command.OF_NETWORKS) else ()
-        )
-        for name in SITUATIONS
-    ],
-)
+@pytest.mark.parametrize("name", SITUATIONS)
 def test_each_situation_changes_the_result_without_ours(name, latent_of):
     plain = "windows standard_static" if SITUATIONS[name].is_video else "plain"
     graph = replace(PLAIN, situation=name, steps=12)
-    if name.startswith(command.OF_NETWORKS):
-        plain, graph = "plain", replace(graph, on=TRAINED_UNET, shift=None, steps=4)
     expected = latent_of(replace(graph, situation=plain))
     result = cells.run(graph, 1)
     assert result.latent.isfinite().all()
@@ -107,9 +93,7 @@ def test_each_situation_changes_the_result_without_ours(name, latent_of):
         assert difference > 0.001
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in SITUATIONS if not name.startswith(command.OF_NETWORKS)]
-)
+@pytest.mark.parametrize("name", SITUATIONS)
 def test_no_situation_is_changed_more_than_by_fewer_steps(name):
     cell = cells.cell(replace(PLAIN, situation=name, steps=20))
     left_alone = "APG with momentum", "DifferentialDiffusion", "windows standard_uniform"

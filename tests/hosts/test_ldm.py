@@ -187,7 +187,7 @@ def test_steps_are_shallow_as_the_timesteps_fall(family, sampler, log_messages):
     plain = run(model, sampler, steps=20)
     calls = ran["outermost"]
     assert ran["middle"] == calls
-    tome_nodes.apply_patch(model, 0.6, preset="balanced")
+    tome_nodes.apply_patch(model, 0.6, preset="fast")
     shallow = run(model, sampler, steps=20)
     assert 0 < relative_error(shallow, plain) < 1
     # PLMS asks twice at its second timestep.

@@ -84,8 +84,7 @@ def test_a_line_says_who_is_in_the_way_and_what_to_do(
 @pytest.mark.parametrize(
     ("kind", "preset_name", "what"),
     [
-        ("sd15", "fast", "was merged or forecast"),
-        ("sd15", "balanced", "merged"),
+        ("sd15", "fast", "merged, and no step was shallow"),
         ("flux", "balanced", "was forecast"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Runs that merge and forecast beside what begins or ends in the middle, and other nodes."""
+"""Runs that merge and are shallow beside what begins or ends in the middle, and other nodes."""
 
 from functools import partial
 
@@ -21,15 +21,15 @@ from test_sampling_run import from_noise
 from benchmarks.forecasts.situations import Control, extended
 from tome_nodes import reasons
 from tome_nodes.comfyui.attachment import attach, last_run
-from tome_nodes.forecasting.steps import FIRST_ON_UNET
+from tome_nodes.skipping.plan import whole_evaluations
 
 
 def spans_of(model, patched, **options):
-    """The noise levels of a run, and the steps that were forecast in the patched one."""
+    """The noise levels of a run, and the steps that were shallow in the patched one."""
     plain, evaluations = seen(model)
     from_noise(plain, 24, **options)
     from_noise(patched, 24, **options)
-    return sorted(levels_of(evaluations), reverse=True), last_run(patched).counts.forecast_steps
+    return sorted(levels_of(evaluations), reverse=True), last_run(patched).counts.shallow_steps
 
 
 def deep_shrink(model):
@@ -49,15 +49,14 @@ def ending_control(prompt):
     ],
     ids=["Deep Shrink", "ControlNet", "second prompt"],
 )
-def test_where_something_ends_in_the_middle_the_model_runs_as_at_the_start(sd15, patch, prompt):
+def test_the_step_in_which_something_ends_is_whole(sd15, patch, prompt):
     model = sd15 if patch is None else patch(sd15)
     positive = prompt(conditioning(UNETS["sd15"], 5))
     prompts = [positive, conditioning(UNETS["sd15"], 6)]
-    levels, forecast = spans_of(model, attach(model, fast()), prompts=prompts)
     end = sd15.get_model_object("model_sampling").percent_to_sigma(0.5)
+    levels, shallow = spans_of(model, attach(model, fast()), prompts=prompts)
     first = next(index for index, level in enumerate(levels) if level < end)
-    assert forecast & {*range(first)} and forecast & {*range(first + FIRST_ON_UNET, 24)}
-    assert not forecast & {*range(first, first + FIRST_ON_UNET)}
+    assert shallow == ({*range(24)} - whole_evaluations(0.6, 24)) - {first}
 
 
 def test_outside_of_its_percents_a_run_is_the_plain_one(sd15):
@@ -72,8 +71,8 @@ def test_outside_of_its_percents_a_run_is_the_plain_one(sd15):
     for answer, (_, _, own) in zip(outside, evaluations, strict=False):
         assert torch.equal(answer, own)
     counts = last_run(patched).counts
-    assert counts.merged and counts.forecast_steps
-    assert min(counts.forecast_steps) >= len(outside)
+    assert counts.merged and counts.shallow_steps
+    assert min(counts.shallow_steps) >= len(outside)
 
 
 def test_two_samplers_on_one_model_are_two_runs(sd15):
@@ -92,4 +91,4 @@ def test_easycache_leaves_steps_alone_and_merging_goes_on(sd15, log_messages, is
     model = cache(attach(sd15, fast())) if is_last else attach(cache(sd15), fast())
     assert from_noise(model).isfinite().all()
     assert reasons.CACHE in log_messages()[-1] and "merged" in log_messages()[-1]
-    assert not last_run(model).counts.forecast_steps
+    assert not last_run(model).counts.shallow_steps

@@ -50,7 +50,7 @@ def timed_unet(sd15, monkeypatch):
     name = "tome_nodes.patching.unet_block.merges_only_keys"
     monkeypatch.setattr(name, lambda config, *_: config.grows and config.scope == "module")
     # Its time is that of its evaluations.
-    name = "tome_nodes.comfyui.attachment._Attachment._may_skip"
+    name = "tome_nodes.comfyui.attachment._Attachment._may_be_shallow"
     monkeypatch.setattr(name, lambda *_: False)
     return Timed(sd15.clone(), sampling_of_unet)
 

@@ -143,4 +143,5 @@ def test_a_preset_that_saves_next_to_nothing_merges_nothing(
     assert same != merges
     counted = PatchedModel(config, UNET, sd15.model.diffusion_model, Observer())
     why = reasons.saves_little(counted.saved(Grid(16, 16)), 0.9)
-    assert (log_messages() == [f"[ToMe] nothing merged: {why}; leave ToMe out"]) != merges
+    (line,) = log_messages()
+    assert line.startswith(f"[ToMe] nothing merged: {why}; ") != merges

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import replace
-from itertools import accumulate, combinations, pairwise
+from itertools import combinations, pairwise
 
 import pytest
 import torch
@@ -49,23 +49,6 @@ from tome_nodes.settings.config import OPTIONS
 )
 def test_steps_between_the_first_and_the_last_are_forecast(ratio, is_settled, expected):
     running = steps_that_run(ratio, len(expected), is_settled)
-    assert "".join("FR"[step in running] for step in range(len(expected))) == expected
-
-
-@pytest.mark.parametrize(
-    ("ratio", "expected"),
-    [
-        (0.3, "RRRRRRRRRRRRFRFRFRFR"),
-        (0.6, "RRRRRFRFRFRFRFRFRFFR"),
-        (0.6, "RRRRRFRFRFRFRFRFRFRFFRFFR"),
-        (0.75, "RRRRRFFRFFRFFRFFRFFR"),
-        (1.0, "RRRRRFFFFFFFFFFFFFFR"),
-        # Short runs are as those of other models.
-        (0.6, "RRRFRFRFFRFR"),
-    ],
-)
-def test_a_long_run_of_a_unet_is_forecast_later_and_twice_in_a_row_only_at_the_end(ratio, expected):
-    running = steps_that_run(ratio, len(expected), False, is_unet=True)
     assert "".join("FR"[step in running] for step in range(len(expected))) == expected
 
 
@@ -256,67 +239,7 @@ def test_an_answer_stays_as_it_is_where_nothing_is_known_of(share, last_share, i
     assert run(kept, at(index, level, latent_share=last_share), answer) is answer
 
 
-def unet_after(*answers, is_unet=True):
-    """What is kept after these answers of a long run, a level of 1 apart; a forecast comes next."""
-    kept = Forecasts(1.0, is_unet=is_unet)
-    for index, answer in enumerate(answers, start=5 - len(answers)):
-        run(kept, at(index, index - 4.0, 20, is_active=False), answer)
-    return kept
-
-
 SIXTH = at(5, 1.0, 20, latent_share=0.8)
-
-
-@pytest.mark.parametrize(("came", "share"), [(0.0, 0.0), (0.4, 0.4), (0.7, 0.7), (1.5, 0.7)])
-def test_a_forecast_of_a_unet_goes_on_as_far_as_the_line_held_last_time(came, share):
-    """In each sample; the other one goes straight on."""
-    change = latent(1)
-    shares = torch.tensor([came, 1.0]).view(2, 1, 1, 1)
-    last = ONE + change + shares * change
-    forecast = unet_after(latent(3), latent(2), ONE, ONE + change, last).predict(SIXTH, ONE)
-    taken = torch.tensor([share, 0.7]).view(2, 1, 1, 1)
-    assert torch.allclose(forecast, last + taken * shares * change, atol=1e-5)
-
-
-@pytest.mark.parametrize(("came", "trusted"), [(-0.5, 0.0), (0.35, 0.5), (1.0, 1.0)])
-def test_an_answer_of_a_unet_makes_up_for_forecasts_as_far_as_the_line_holds(came, trusted):
-    """A line that foretold nothing of the answer says nothing of what lies between either."""
-    change = latent(1)
-    corrected = {}
-    for is_unet in (False, True):
-        kept = unet_after(*(ONE + index * change for index in range(5)), is_unet=is_unet)
-        assert kept.predict(SIXTH, ONE) is not None
-        answer = ONE + 4 * change + came * 2 * change
-        # The step was to be forecast, too.
-        last = at(6, 2.0, 20, latent_share=0.7, is_active=False)
-        corrected[is_unet] = run(kept, last, answer) - answer
-    assert corrected[False].abs().max() > 0.01
-    assert torch.allclose(corrected[True], trusted * corrected[False], atol=1e-5)
-
-
-def test_a_unet_that_answers_the_same_twice_is_forecast_as_the_same():
-    forecast = unet_after(*5 * (ONE,)).predict(SIXTH, ONE)
-    assert torch.equal(forecast, ONE)
-
-
-def test_answers_of_a_unet_that_turn_back_are_held_after_one_more():
-    kept = unet_after(latent(3), latent(2), ONE, ONE + CHANGE, ONE)
-    assert kept.predict(SIXTH, ONE) is None
-    kept.observe(SIXTH, ONE + CHANGE)
-    assert torch.equal(kept.predict(at(6, 2.0, 20), ONE), ONE + CHANGE)
-
-
-@pytest.mark.parametrize("is_unet", [False, True])
-def test_answers_of_a_unet_that_change_suddenly_in_one_sample_begin_anew(is_unet):
-    """As where a patch of another node ends in the middle of a run. The fifth step runs as well."""
-    change, jump = latent(1), latent(2)
-    jumps = torch.tensor([0.0, 1.0]).view(2, 1, 1, 1) * 10 * jump
-    kept = unet_after(*(ONE + index * change for index in range(5)), is_unet=is_unet)
-    sixth, *others = (at(index, index - 4.0, 20, latent_share=0.8) for index in range(5, 12))
-    changed = [ONE + index * change + jumps for index in range(5, 12)]
-    assert run(kept, replace(sixth, is_active=False), changed[0]) is changed[0]
-    forecast = [kept.predict(step, ONE) for step in others[:1]]
-    assert (forecast[0] is None) == is_unet
 
 
 def test_what_was_answered_is_kept_even_if_the_host_changes_it():
@@ -418,13 +341,6 @@ def test_the_reason_is_that_of_most_steps(uneven, inactive, why):
     assert not kept.steps and kept.reason == why
 
 
-def test_a_settled_run_of_a_unet_is_not_said_to_be_too_short():
-    kept = Forecasts(0.6, is_unet=True)
-    for index in range(4):
-        run(kept, replace(at(index, float(index), 4), is_even=False, from_noise=False), ONE)
-    assert kept.reason == reasons.UNEVEN
-
-
 def test_a_run_in_which_another_node_leaves_out_the_steps_says_so():
     kept = after(*((index, float(index), ONE * index) for index in (0, 1, 3, 5)))
     assert kept.reason == reasons.LEFT_OUT
@@ -493,13 +409,12 @@ def test_the_logarithm_of_signal_to_noise(noise, is_flow, expected):
     assert log_snr(noise, is_flow) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("is_unet", [False, True])
 @pytest.mark.parametrize("faster", [FASTER, SAMPLERS["dpmpp_2m"].faster])
-def test_levels_without_noise_keep_their_place_and_steps_around_them_run(faster, is_unet):
+def test_levels_without_noise_keep_their_place_and_steps_around_them_run(faster):
     noises = [4.0, 3.0, 2.0, 0.0, 2.0, 1.5, 1.0, 0.7]
     levels = log_snrs(noises, is_flow=False)
     assert [*map(math.isinf, levels)] == [noise == 0 for noise in noises]
-    assert not any(is_even(levels, index, faster, is_unet) for index in (2, 4))
+    assert not any(is_even(levels, index, faster) for index in (2, 4))
 
 
 @pytest.mark.parametrize(
@@ -515,38 +430,6 @@ def test_levels_without_noise_keep_their_place_and_steps_around_them_run(faster,
 )
 def test_no_step_is_forecast_where_noise_falls_unevenly(levels, index, expected):
     assert is_even(levels, index) == expected
-
-
-def test_noise_of_a_unet_may_fall_faster_than_in_the_mean_step_but_not_than_before():
-    levels = [-4, -3, -2, 4, 6]
-    assert is_even(levels, 3, is_unet=True) and not is_even(levels, 3)
-    assert not is_even([-4, -2, 0, 5, 6], 2, is_unet=True)
-
-
-@pytest.mark.parametrize("is_unet", [False, True])
-def test_a_sampler_that_looks_back_on_a_unet_minds_the_step_after_the_next_answer(is_unet):
-    levels = [-4, -2, 0, 2, 7, *range(9, 39, 2)]
-    assert is_even(levels, 2, SAMPLERS["dpmpp_2m"].faster, is_unet) != is_unet
-    assert is_even(levels, 2, SAMPLERS["euler"].faster, is_unet)
-    assert is_even(levels, 1, SAMPLERS["dpmpp_2m"].faster, is_unet)
-
-
-@pytest.mark.parametrize("sampler", ["dpmpp_2m", "euler"])
-def test_noise_of_a_unet_that_falls_slowly_at_first_is_left_alone(sampler):
-    """As under the scheduler beta."""
-    levels = [-5.0, -4.8, *(number / 2 - 4.3 for number in range(18))]
-    obstacles = [SAMPLERS[sampler].obstacle(levels, is_unet) for is_unet in (True, False)]
-    assert obstacles == [reasons.UNEVEN, None]
-    assert SAMPLERS[sampler].obstacle([-5.4, *levels[1:]], True) is None
-
-
-@pytest.mark.parametrize(
-    ("first", "is_alone"), [(1.1, False), (0.97, True)], ids=["simple", "karras"]
-)
-def test_uni_pc_on_a_unet_needs_noise_that_falls_fastest_at_first(first, is_alone):
-    levels = [0.0, *accumulate([first, 1.0] + [1.0 + 0.03 * step for step in range(17)])]
-    obstacles = {name: SAMPLERS[name].obstacle(levels, True) for name in ("uni_pc", "dpmpp_2m")}
-    assert obstacles == {"uni_pc": reasons.UNEVEN if is_alone else None, "dpmpp_2m": None}
 
 
 def test_samplers_that_look_back_need_noise_that_falls_more_evenly():

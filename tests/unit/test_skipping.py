@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tome_nodes.skipping.features import DAMPING, Features
-from tome_nodes.skipping.plan import FIRST, LEAST, adds_noise, whole_evaluations
+from tome_nodes.skipping.plan import FIRST, LEAST, adds_noise, shortest, whole_evaluations
 
 RATIOS = st.floats(0, 0.95)
 
@@ -44,6 +44,13 @@ def test_a_plan_of_any_length_begins_whole_and_its_gaps_grow(ratio, count):
 def test_more_ratio_never_means_more_whole_evaluations(one, other, count):
     few, many = (len(whole_evaluations(ratio, count)) for ratio in sorted((one, other))[::-1])
     assert few <= many
+
+
+@pytest.mark.parametrize(("ratio", "least"), [(0.6, 5), (0.3, 6), (0.1, 9), (0.01, 47)])
+def test_the_shortest_run_with_a_shallow_evaluation(ratio, least):
+    assert shortest(ratio) == least
+    assert len(whole_evaluations(ratio, least)) == least - 1
+    assert len(whole_evaluations(ratio, least - 1)) == least - 1
 
 
 def test_which_samplers_add_noise():

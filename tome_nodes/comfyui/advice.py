@@ -19,14 +19,14 @@ _LONGEST = 20
 ``denoise`` of a second pass is 0.05."""
 
 
-def samplers_instead(levels: Sequence[float], used: str, is_unet: bool) -> tuple[str, ...]:
+def samplers_instead(levels: Sequence[float], used: str) -> tuple[str, ...]:
     """The samplers under which steps of a run would be forecast, as far as can be told before it.
 
     ``levels`` is the logarithm of signal to noise of every step. The sampler that is ``used`` is
     not advised.
     """
     others = (name for name in _SAMPLERS if name != used)
-    return tuple(name for name in others if SAMPLERS[name].obstacle(levels, is_unet) is None)
+    return tuple(name for name in others if SAMPLERS[name].obstacle(levels) is None)
 
 
 def scheduler_instead(

@@ -1,7 +1,7 @@
 """Attach the pack to a ComfyUI model, and take it off again.
 
-A patched model is a clone with wrappers under our key. In a UNet, tokens merge, and steps are
-shallow or forecast; in any other model, steps are forecast unless the settings say to merge.
+A patched model is a clone with wrappers under our key. In a UNet, tokens merge and some steps are
+shallow; in any other model, steps are forecast unless the settings say to merge.
 Weights, patch lists and the source model are not touched, so LoRA, saving, model merging and other
 nodes' patches work as before.
 """
@@ -16,7 +16,6 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP, WrapperExecutor, WrappersMP
 from torch import Tensor, nn
 
-from ..forecasting.steps import LONG_ON_UNET
 from ..patching.engine import MakeStrategy
 from ..patching.model import uncompiled
 from ..report.run_record import RunRecord
@@ -194,40 +193,33 @@ class _Attachment:
         """A sampling run with some arguments of ``CFGGuider.outer_sample``."""
         config, schedule = self.config, given["sigmas"].tolist()
         sampler = function_of(given["sampler"])
-        may_skip = self._may_skip(guider)
-        is_shallow = self.merges and may_skip and bool(deep_layers(_network(guider.model_patcher)))
-        may_forecast = may_skip and not is_shallow
-        is_short = config.leaves_short_runs and len(schedule) - 1 < LONG_ON_UNET
-        is_idle = self.merges and may_forecast and is_short
-        steps = StepCount(schedule, sampler, reads_levels=may_forecast and not is_idle)
-        merging = forecasting = None
-        shallow = ShallowPart(config, guider, sampler, steps) if is_shallow else None
-        if self.merges:
-            with_details = self.wants_details is not None and self.wants_details()
-            merging = MergingPart(
-                *(config, self.make_strategy, self.on_step, with_details, steps, shallow)
-            )
-        if may_forecast:
+        steps = StepCount(schedule, sampler, reads_levels=not self.merges)
+        if not self.merges:
             forecasting = ForecastPart(
                 *(config, guider, sampler, steps),
                 starts_empty=is_empty(given["latent_image"]),
-                # Of models whose steps are forecast, only UNets merge, too.
-                is_unet=self.merges,
                 on_step=None if self.on_step is None else guarded(self.on_step),
             )
-        if is_idle:
-            return SamplingRun(steps, None, merging, idle=forecasting)
-        return SamplingRun(steps, forecasting, merging, shallow)
+            return SamplingRun(steps, forecasting=forecasting)
+        shallow = None
+        if self._may_be_shallow(guider):
+            shallow = ShallowPart(config, guider, sampler, steps)
+        with_details = self.wants_details is not None and self.wants_details()
+        merging = MergingPart(
+            *(config, self.make_strategy, self.on_step, with_details, steps, shallow)
+        )
+        return SamplingRun(steps, merging, shallow)
 
-    def _may_skip(self, guider: Any) -> bool:
-        """Whether the settings and the model allow forecasts or shallow steps in a run."""
-        if not self.merges:
-            return True
+    def _may_be_shallow(self, guider: Any) -> bool:
+        """Whether the settings and the model allow shallow steps in a run."""
+        config, patcher = self.config, guider.model_patcher
+        network = _network(patcher)
         return (
-            self.config.forecast
-            and self.config.ratio > 0
-            and not is_of_video(_network(guider.model_patcher))
-            and host_checks.changed_for_forecasts(guider.model_patcher) is None
+            config.forecast
+            and config.ratio > 0
+            and not is_of_video(network)
+            and bool(deep_layers(network))
+            and host_checks.changed_for_forecasts(patcher) is None
         )
 
     @contextmanager

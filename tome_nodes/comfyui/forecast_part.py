@@ -18,7 +18,6 @@ from ..forecasting.samplers import SAMPLERS
 from ..forecasting.steps import (
     FASTER,
     LEAST_SNR,
-    LONG_ON_UNET,
     ForecastStep,
     is_even,
     is_noise_alone,
@@ -51,39 +50,32 @@ class ForecastPart:
         sampler: str,
         steps: StepCount,
         starts_empty: bool,
-        is_unet: bool,
         on_step: Callable[[str], None] | None,
     ):
         """Prepare a run whose steps are counted by ``steps``, under the sampler of this name.
 
         The model options of ``guider``, ComfyUI's, are of this run alone. ``starts_empty`` is
         whether the latent holds no picture. ``on_step`` is called once in every step with a short
-        text on what was done; in a UNet, only where it is forecast, as merging says what else is
-        done.
+        text on what was done.
         """
         schedule = steps.schedule
-        self.forecasts = Forecasts(config.ratio, is_unet)
+        self.forecasts = Forecasts(config.ratio)
         self._steps = steps
         self._shown = 0
         self._config = config
         self._guider = guider
         self._sampling: Any = guider.model_patcher.get_model_object("model_sampling")
-        self._is_unet = is_unet
         self._is_flow = isinstance(self._sampling, CONST)
         self._levels = log_snrs(schedule[:-1], self._is_flow)
         most = float(self._sampling.sigma_max)
         self._takes_over = not starts_empty and schedule[0] < most
         self._from_noise = starts_empty or is_noise_alone(schedule[0], most)
-        # No sampler or scheduler helps where a UNet that begins with noise needs more steps.
-        self._is_too_rough = is_unet and self._from_noise and steps.total < LONG_ON_UNET
         self._on_step = on_step
         self._answered: int | None = None
         known = self._known = SAMPLERS.get(sampler)
         self._corrects = known is not None and known.corrects
         self._faster = FASTER if known is None else known.faster
-        self._instead: tuple[str, ...] = ()
-        if not self._is_too_rough:
-            self._instead = samplers_instead(self._levels, sampler, is_unet)
+        self._instead = samplers_instead(self._levels, sampler)
         self._reason = self._obstacle_before(sampler)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ForecastPart":
@@ -101,19 +93,6 @@ class ForecastPart:
         return reasons.uneven(
             scheduler_instead(self._sampling, self._steps.schedule, self._is_forecast)
         )
-
-    @property
-    def remedy(self) -> str | None:
-        """What to change so that steps are forecast in a short run of a UNet that the preset leaves
-        alone; None if nothing would help."""
-        if self._reason is not None:
-            return None
-        if not self._from_noise:
-            return reasons.take_fast("which also skips steps in second passes")
-        running = len(steps_that_run(self._config.ratio, LONG_ON_UNET, False, is_unet=True))
-        if running >= self._steps.total:
-            return None
-        return reasons.take_steps(LONG_ON_UNET, LONG_ON_UNET - running)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -158,7 +137,7 @@ class ForecastPart:
             count=steps.total,
             log_snr=log_snr(sigma, self._is_flow),
             conditions=(is_true, conditions_of(self._guider, options, sigma)),
-            is_even=is_even(self._levels, index, self._faster, self._is_unet),
+            is_even=is_even(self._levels, index, self._faster),
             latent_share=latent_share(steps.schedule, index) if self._corrects else None,
             is_active=is_active(self._config, sigma, self._sampling.percent_to_sigma),
             from_noise=self._from_noise,
@@ -168,15 +147,11 @@ class ForecastPart:
         """Whether anything would be forecast under another schedule, as far as that tells."""
         levels = log_snrs(schedule[:-1], self._is_flow)
         known, count = self._known, self._steps.total
-        if known is None or self._is_too_rough or self._begins_late(levels):
+        if known is None or self._begins_late(levels) or known.obstacle(levels) is not None:
             return False
-        if known.obstacle(levels, self._is_unet) is not None:
-            return False
-        running = steps_that_run(self._config.ratio, count, not self._from_noise, self._is_unet)
+        running = steps_that_run(self._config.ratio, count, not self._from_noise)
         return any(
-            is_even(levels, index, self._faster, self._is_unet)
-            for index in range(count)
-            if index not in running
+            is_even(levels, index, self._faster) for index in range(count) if index not in running
         )
 
     def _begins_late(self, levels: Sequence[float]) -> bool:
@@ -190,18 +165,14 @@ class ForecastPart:
         why = none_is_active(config, schedule, self._sampling.percent_to_sigma)
         if why is not None:
             return why
-        known, count, is_unet = self._known, self._steps.total, self._is_unet
-        if known is None or not known.holds(is_unet):
-            if self._is_too_rough:
-                return reasons.too_short(count, LONG_ON_UNET)
+        known, count = self._known, self._steps.total
+        if known is None:
             return reasons.sampler(sampler, self._instead)
         if count < known.least and self._instead:
             return reasons.sampler_needs(sampler, known.least, self._instead)
-        if (obstacle := known.obstacle(self._levels, is_unet)) is not None:
+        if (obstacle := known.obstacle(self._levels)) is not None:
             return obstacle
         options = self._guider.model_options
-        if is_unet and known.looks_back and options.get("sampler_pre_cfg_function"):
-            return reasons.CHANGED_GUIDANCE
         if is_cached(options):
             return reasons.CACHE
         if "denoise_mask_function" in options:
@@ -226,7 +197,7 @@ class ForecastPart:
         if done < self._shown:
             return
         self._shown = done + 1
-        if self._on_step is not None and (is_forecast or not self._is_unet):
+        if self._on_step is not None:
             what = "forecast" if is_forecast else "model runs"
             self._on_step(f"{what}, step {done + 1}/{total}")
 

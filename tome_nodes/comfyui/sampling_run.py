@@ -1,8 +1,8 @@
 """One sampling run of a patched model in ComfyUI.
 
-In each step, the forecasting part is asked for the answer. If it has none, the model runs, the
-merging part merges its tokens, and the forecasting part sees the answer. In a UNet that may run
-shallowly, the shallow part takes the place of the forecasting part. A run may have only one part.
+In a UNet, the merging part merges tokens, and the shallow part may say that only the outermost
+blocks run. In any other model whose tokens do not merge, the forecasting part is asked for the
+answer of each step. If it has none, the model runs, and the forecasting part sees the answer.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ from .step_count import StepCount
 
 
 class SamplingRun:
-    """One sampling run: its parts, of which at least one is there, and what they report.
+    """One sampling run: its parts, and what they report.
 
     Attributes:
         steps: counts its steps.
@@ -28,21 +28,14 @@ class SamplingRun:
     def __init__(
         self,
         steps: StepCount,
-        forecasting: ForecastPart | None,
-        merging: MergingPart | None,
+        merging: MergingPart | None = None,
         shallow: ShallowPart | None = None,
-        idle: ForecastPart | None = None,
+        forecasting: ForecastPart | None = None,
     ):
-        """Prepare a run.
-
-        ``idle`` is the forecasting part where the settings leave the steps of this run alone; it
-        only knows what would change that.
-        """
         self.steps = steps
-        self._forecasting = forecasting
         self._merging = merging
         self._shallow = shallow
-        self._idle = idle
+        self._forecasting = forecasting
 
     @contextmanager
     def installed(self, model_options: Mapping[str, Any]) -> Iterator[None]:
@@ -61,21 +54,17 @@ class SamplingRun:
 
         An error, which is logged, never costs the picture.
         """
-        forecasting, merging = self._forecasting, self._merging
         try:
-            if merging is None:
-                return [] if forecasting is None else forecasting.finish()
-            if self._shallow is not None:
-                why = self._shallow.reason
-                return [
-                    replace(record, unshallow=None if record.counts.shallow_steps else why)
-                    for record in merging.finish()
-                ]
-            if forecasting is None:
-                remedy = None if self._idle is None else self._idle.remedy
-                return [replace(record, remedy=remedy) for record in merging.finish()]
-            records = merging.finish(forecasting.forecasts.steps)
-            return [replace(record, unforecast=forecasting.reason) for record in records]
+            if self._forecasting is not None:
+                return self._forecasting.finish()
+            records = [] if self._merging is None else self._merging.finish()
+            if self._shallow is None:
+                return records
+            why = self._shallow.reason
+            return [
+                replace(record, unshallow=None if record.counts.shallow_steps else why)
+                for record in records
+            ]
         except Exception as error:
             warn("the report of this run is missing", error)
             return []

@@ -20,7 +20,7 @@ from .. import reasons
 from ..forecasting.steps import log_snr
 from ..patching.schedule import is_active
 from ..settings.config import ToMeConfig
-from ..skipping.plan import LEAST, LEAST_SNR, adds_noise
+from ..skipping.plan import LEAST_SNR, adds_noise, shortest
 from ..skipping.shallow_run import ShallowRun
 from .conditions import conditions_of
 from .guided_answers import has_moving_windows, is_cached, none_is_active, options_of, wrapped
@@ -44,7 +44,7 @@ class ShallowPart:
         self._steps = steps
         self._sampling: Any = guider.model_patcher.get_model_object("model_sampling")
         self._is_flow = isinstance(self._sampling, CONST)
-        self._run = ShallowRun(config.ratio, goes_on=not adds_noise(sampler))
+        self._run = ShallowRun(config.shallow_ratio, goes_on=not adds_noise(sampler))
         self._answers = 0
         self._first_of_step: list[int] = []
         self._is_planned = False
@@ -142,8 +142,9 @@ class ShallowPart:
         why = none_is_active(self._config, schedule, self._sampling.percent_to_sigma)
         if why is not None:
             return why
-        if count <= LEAST:
-            return reasons.too_short_for_shallow(count, LEAST + 1)
+        least = shortest(self._config.shallow_ratio)
+        if count < least:
+            return reasons.too_short_for_shallow(count, least)
         if any(after >= before for before, after in pairwise(schedule)):
             return reasons.NOISE_RISES
         if schedule[-1] == 0 and log_snr(schedule[-2], self._is_flow) < LEAST_SNR:

@@ -21,7 +21,6 @@ from .steps import (
     FIRST,
     LEAST_SNR,
     LONG,
-    LONG_ON_UNET,
     SHORTEST,
     TOO_CLOSE,
     ForecastStep,
@@ -30,7 +29,7 @@ from .steps import (
 )
 
 _DAMPING = 0.7
-"""The share of the extrapolated change that a forecast contains, on UNets at most."""
+"""The share of the extrapolated change that a forecast contains."""
 
 _MOST_CHANGE = 3.0
 """A forecast adds at most this many times the last change. At the start of a run with a high shift,
@@ -40,13 +39,9 @@ _RESPONSE = 0.7
 """The share of an error in the noisy latent that shows in the model's answer."""
 
 _TURN = -0.5
-"""On a transformer, answers turn back where less than this share came of the last change that the
-line foretold. On judges, lines led on well where -0.1 to -0.4 came (0.07 to 0.75 of the error of
-fewer steps), and not where -0.8 to -2.8 did (0.8 to 2.6). On UNets, any share below 0 counts."""
-
-_JUMP = 2.0
-"""Answers jump where they change so many times as fast as before. In runs of a UNet that nothing
-disturbs, they change at most 1.8 times as fast from the sixth answer on."""
+"""Answers turn back where less than this share came of the last change that the line foretold. On
+judges, lines led on well where -0.1 to -0.4 came (0.07 to 0.75 of the error of fewer steps), and
+not where -0.8 to -2.8 did (0.8 to 2.6)."""
 
 _SETTLED = 0.15
 """A run that is not long is settled if its first two answers differ by less than this share of the
@@ -68,13 +63,10 @@ class _Answer:
 
 @dataclass(frozen=True)
 class _Forecast:
-    """A forecast: its step, and how many times the last change was added to the last answer.
-
-    On UNets, the latter is a tensor that differs from sample to sample.
-    """
+    """A forecast: its step, and how many times the last change was added to the last answer."""
 
     step: ForecastStep
-    share: float | Tensor
+    share: float
 
 
 @dataclass(eq=False)
@@ -87,15 +79,12 @@ class _Line:
         forecasts: the forecasts since the last of them.
         came: the share that came of the last change that the line foretold, ``[batch]`` float32. It
             is negative where answers turn back, as early under strong guidance.
-        jumped: whether the last answer changed suddenly, ``[batch]``: perhaps something other than
-            the noise changed.
     """
 
     answers: list[_Answer] = field(default_factory=list)
     forecasts: list[_Forecast] = field(default_factory=list)
     total: int = 0
     came: Tensor | None = None
-    jumped: Tensor | None = None
 
     def add(self, new: _Answer) -> None:
         if self.answers and new.step.log_snr - self.answers[-1].step.log_snr < TOO_CLOSE:
@@ -108,31 +97,15 @@ class _Line:
             foretold = before * _times(first.step, last.step, new.step)
             came = (foretold * after).sum(1) / foretold.square().sum(1)
             # Nothing came of no change.
-            self.jumped = after.norm(dim=1) > _JUMP * foretold.norm(dim=1)
             self.came = came.nan_to_num(0.0)
         self.answers = [*self.answers[-1:], new]
         self.forecasts = []
         self.total += 1
 
-    def begin_anew_after_a_jump(self, first: int) -> None:
-        """Forget all answers but the last if it jumped, and was not among the ``first``."""
-        if self.jumped is not None and self.total > first and bool(self.jumped.any()):
-            self.answers, self.total = self.answers[-1:], 1
-            self.came = self.jumped = None
-
-    def has_turned(self, least: float) -> bool:
-        """Whether less than ``least`` came in any sample."""
-        return self.came is not None and bool((self.came < least).any())
-
-    def trusted(self, like: Tensor) -> Tensor:
-        """How far each sample's line is trusted, from 0 to 1, ``[batch, 1, ...]``.
-
-        It is if ``_DAMPING`` or more came of the last change that the line foretold. Under strong
-        guidance less comes, and nothing where answers go to and fro.
-        """
-        assert self.came is not None
-        trusted = (self.came / _DAMPING).clamp(0, 1)
-        return trusted.to(like).view(-1, *[1] * (like.ndim - 1))
+    @property
+    def turns(self) -> bool:
+        """Whether answers turn back in any sample."""
+        return self.came is not None and bool((self.came < _TURN).any())
 
     @property
     def latest(self) -> int:
@@ -150,18 +123,16 @@ class Forecasts:
         steps: the steps that were forecast.
     """
 
-    def __init__(self, ratio: float, is_unet: bool = False):
-        """For the arguments, see :func:`tome_nodes.forecasting.steps.steps_that_run`."""
+    def __init__(self, ratio: float):
+        """For the argument, see :func:`tome_nodes.forecasting.steps.steps_that_run`."""
         self.steps: set[int] = set()
-        self._ratio, self._is_unet = ratio, is_unet
-        self._long = LONG_ON_UNET if is_unet else LONG
+        self._ratio = ratio
         self._lines: list[_Line] = []
         self._latest: ForecastStep | None = None
         self._form: Hashable = None
         self._is_forecast = False
         self._noise_rises = False
         self._turns = False
-        self._has_turned = False
         self._settled: bool | None = None
         self._reasons: Counter[str] = Counter()
 
@@ -182,9 +153,7 @@ class Forecasts:
         if last.denoised.shape != latent.shape:
             return None
         times = _times(first.step, last.step, step)
-        share: float | Tensor = min(_DAMPING * times, _MOST_CHANGE)
-        if self._is_unet and line.came is not None:
-            share = (line.trusted(latent) * _DAMPING * times).clamp(max=_MOST_CHANGE)
+        share = min(_DAMPING * times, _MOST_CHANGE)
         line.forecasts.append(_Forecast(step, share))
         self.steps.add(step.index)
         return torch.lerp(first.denoised, last.denoised, 1 + share)
@@ -205,13 +174,6 @@ class Forecasts:
         if line.forecasts and step.latent_share is not None:
             corrected = _corrected(line, new, step.latent_share)
         line.add(new)
-        is_long = self._is_unet and step.count >= self._long
-        if corrected is not None and is_long and line.came is not None:
-            trusted = line.trusted(denoised)
-            if line.jumped is not None and line.total > self._first(step):
-                # The step before was on another line.
-                trusted = trusted.masked_fill(line.jumped.view_as(trusted), 0.0)
-            corrected = torch.lerp(denoised, corrected, trusted)
         if step.index == 1:
             self._settled = self._settled is not False and _is_settled(line)
         return denoised if corrected is None else corrected
@@ -239,15 +201,9 @@ class Forecasts:
         if not is_next or self._noise_rises or form != self._form:
             # The answers so far are no guide to those to come.
             self._lines = []
-        # Both wait for the GPU. On UNets, each sample is trusted as far as its line holds.
-        if self._is_unet:
-            for line in self._lines:
-                line.begin_anew_after_a_jump(self._first(step))
-            self._look_for_a_turn(step)
-        else:
-            turns = any(line.has_turned(_TURN) for line in self._lines)
-            # A short run whose answers turned once stays hard to tell.
-            self._turns = turns or (self._turns and step.count < self._long)
+        # This waits for the GPU. A short run whose answers turned once stays hard to tell.
+        turns = any(line.turns for line in self._lines)
+        self._turns = turns or (self._turns and step.count < LONG)
         # A step has fewer calls where guidance ends.
         self._lines = [line for line in self._lines if line.latest == step.index - 1]
         self._form = form
@@ -268,7 +224,9 @@ class Forecasts:
             why = reasons.FORECAST_PERCENTS
         elif self._noise_rises:
             why = reasons.NOISE_RISES
-        elif min((line.total for line in self._lines), default=0) < self._first(step):
+        elif min((line.total for line in self._lines), default=0) < first_steps(
+            step.count, self._is_settled(step)
+        ):
             why = reasons.CHANGES
         elif not step.is_even:
             why = reasons.UNEVEN
@@ -282,36 +240,17 @@ class Forecasts:
     def _why_all_run(self, step: ForecastStep) -> str:
         if step.count < SHORTEST:
             return reasons.too_short(step.count, SHORTEST)
-        if not self._is_rough(step):
-            return reasons.EDIT
-        running = steps_that_run(self._ratio, self._long, False, self._is_unet)
-        return reasons.too_short(step.count, self._long, self._long - len(running))
+        return reasons.EDIT
 
     def _running(self, step: ForecastStep) -> frozenset[int]:
         is_settled = self._is_settled(step)
         is_edit = is_settled and step.from_noise and step.count < _SHORTEST_EDIT
-        if is_edit or self._is_rough(step):
+        if is_edit:
             return frozenset(range(step.count))
-        return steps_that_run(self._ratio, step.count, is_settled, self._is_unet, self._has_turned)
-
-    def _look_for_a_turn(self, step: ForecastStep) -> None:
-        """Note whether an answer has turned back by the first step of a UNet that is forecast.
-
-        If so, that step runs, and the forecasts come later.
-        """
-        if step.count >= self._long and step.index == self._first(step):
-            self._has_turned = any(line.has_turned(0.0) for line in self._lines)
-
-    def _is_rough(self, step: ForecastStep) -> bool:
-        """Whether the step is of a UNet's run that is neither long nor settled."""
-        return self._is_unet and step.count < self._long and not self._is_settled(step)
-
-    def _first(self, step: ForecastStep) -> int:
-        """The number of answers that the first forecast, also after a change, has to follow."""
-        return first_steps(step.count, self._is_settled(step), self._is_unet)
+        return steps_that_run(self._ratio, step.count, is_settled)
 
     def _is_settled(self, step: ForecastStep) -> bool:
-        return step.count < self._long and self._settled is True
+        return step.count < LONG and self._settled is True
 
 
 def _times(first: ForecastStep, last: ForecastStep, now: ForecastStep) -> float:
@@ -343,8 +282,7 @@ def _corrected(line: _Line, now: _Answer, latent_share: float) -> Tensor | None:
     first, last = line.answers
     # What the latent lacks: ``after`` times the change from the last answer to this one, minus
     # ``before`` times the change between the two answers before.
-    after = 0.0
-    before: float | Tensor = 0.0
+    after = before = 0.0
     longest = 1 - latent_share
     distance = now.step.log_snr - last.step.log_snr
     if distance < TOO_CLOSE:

@@ -9,14 +9,6 @@ FIRST, FIRST_OF_MANY, MANY = 2, 3, 8
 """The model runs in the first ``FIRST`` steps, and in the first ``FIRST_OF_MANY`` if a run has at
 least ``MANY`` steps and is not settled. The earliest forecasts have the largest errors."""
 
-FIRST_ON_UNET = 5
-"""In a long run, a UNet runs in so many first steps: under strong guidance, its early answers go to
-and fro."""
-
-LONG_ON_UNET = 20
-"""From this many steps on, the run of a UNet is long. In a shorter one that is not settled,
-forecasts change the picture about as much as fewer steps do (benchmarks/FIDELITY.md)."""
-
 SHORTEST = FIRST + 2
 """A run has forecasts only from this many steps on."""
 
@@ -108,29 +100,19 @@ def latent_share(schedule: Sequence[float], index: int) -> float | None:
     return after / before if 0 <= after < before else None
 
 
-def is_even(
-    levels: Sequence[float], index: int, faster: float = FASTER, is_unet: bool = False
-) -> bool:
+def is_even(levels: Sequence[float], index: int, faster: float = FASTER) -> bool:
     """Whether noise falls evenly enough around a step to forecast it.
 
     Args:
         levels: the logarithm of signal to noise of every step.
         index: the number of the step, from 0.
         faster: how many times as much the logarithm may grow in the next step as in this one.
-        is_unet: whether the model is a UNet. There, the logarithm may grow fast in a part of the
-            run. In a long one, ``faster`` counts as ``FASTER``, but a sampler that looks back,
-            which has a ``faster`` of its own, would put a line through the forecast and the next
-            answer, so the step after that counts, too.
     """
     if not 0 < index < len(levels) - 1:
         return True
     mean = (levels[-1] - levels[0]) / (len(levels) - 1)
-    is_long = is_unet and len(levels) >= LONG_ON_UNET
-    steps = 3 if is_long and faster < FASTER else 2
-    gaps = [after - before for before, after in pairwise(levels[index - 1 : index + steps])]
-    most = FASTER if is_long else faster
-    is_fast = gaps[0] > _FAST * mean and not is_unet
-    return not is_fast and all(after <= most * before for before, after in pairwise(gaps))
+    last, now, after = levels[index - 1 : index + 2]
+    return now - last <= _FAST * mean and after - now <= faster * (now - last)
 
 
 def are_apart(levels: Sequence[float]) -> bool:
@@ -138,37 +120,12 @@ def are_apart(levels: Sequence[float]) -> bool:
     return all(after - before >= TOO_CLOSE for before, after in pairwise(levels))
 
 
-def are_geometric(levels: Sequence[float]) -> bool:
-    """Whether the levels, as in :func:`is_even`, are all as far apart."""
-    gaps = [after - before for before, after in pairwise(levels)]
-    return max(gaps) - min(gaps) < 0.01 * max(gaps)
-
-
-def begins_slowly(levels: Sequence[float]) -> bool:
-    """Whether noise falls slowly at first: much less in the first step than in the second."""
-    first, second, third = levels[:3]
-    return second - first < 0.6 * (third - second)
-
-
-def begins_fast(levels: Sequence[float]) -> bool:
-    """Whether noise falls faster in the first step than in the second, as under karras it does not.
-
-    For ``levels``, see :func:`is_even`.
-    """
-    first, second, third = levels[:3]
-    return second - first > third - second
-
-
-def first_steps(count: int, is_settled: bool, is_unet: bool = False) -> int:
+def first_steps(count: int, is_settled: bool) -> int:
     """How many steps the model runs before the first forecast, in a run of ``count``."""
-    if is_unet and count >= LONG_ON_UNET:
-        return FIRST_ON_UNET
     return FIRST_OF_MANY if count >= MANY and not is_settled else FIRST
 
 
-def steps_that_run(
-    ratio: float, count: int, is_settled: bool, is_unet: bool = False, has_turned: bool = False
-) -> frozenset[int]:
+def steps_that_run(ratio: float, count: int, is_settled: bool) -> frozenset[int]:
     """The steps of a run that the model runs; the others are forecast.
 
     Args:
@@ -176,20 +133,13 @@ def steps_that_run(
             one of them is.
         count: the number of steps of the run, at least 1.
         is_settled: whether answers change little from the start of the run.
-        is_unet: whether the model is a UNet.
-        has_turned: whether one more step runs before the first forecast, see :class:`Forecasts`.
     """
-    first = first_steps(count, is_settled, is_unet) + has_turned
+    first = first_steps(count, is_settled)
     between = max(0, count - 1 - first)
     running = min(round(between * (1 - ratio)), max(0, between - 1))
-    fewest, longer = divmod(between - running, running + 1)
     steps, latest = {*range(min(first, count)), count - 1}, first - 1
     for number in range(1, running + 1):
-        if is_unet and count >= LONG_ON_UNET:
-            # The late steps of a UNet count least, so most forecasts in a row come last.
-            place = number * (fewest + 1) + max(0, number - (running + 1 - longer))
-        else:
-            place = math.ceil((between + 1) * number / (running + 1) - 0.5)
+        place = math.ceil((between + 1) * number / (running + 1) - 0.5)
         latest = max(latest + 1, first - 1 + place)
         steps.add(latest)
     return frozenset(steps)

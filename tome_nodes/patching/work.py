@@ -71,11 +71,15 @@ class BlockWork:
 
 
 class Work:
-    """The multiplications of an evaluation of a UNet."""
+    """The multiplications of an evaluation of a UNet.
+
+    Attributes:
+        blocks: those of its transformer blocks.
+    """
 
     def __init__(self, layers: Iterable[Layer], blocks: Sequence[BlockWork]):
         """Count, given the ``layers`` of the UNet and its transformer ``blocks``."""
-        self._blocks = blocks
+        self.blocks = blocks
         self._elsewhere: Counter[int] = Counter()
         for name, module, level in layers:
             if isinstance(module, nn.Conv2d):
@@ -90,7 +94,7 @@ class Work:
         elsewhere = (
             count * latent.downsampled(level).tokens for level, count in self._elsewhere.items()
         )
-        blocks = (block.on(*[latent.downsampled(block.level).tokens] * 4) for block in self._blocks)
+        blocks = (block.on(*[latent.downsampled(block.level).tokens] * 4) for block in self.blocks)
         return sum(elsewhere) + sum(blocks)
 
     def saved(self, config: ToMeConfig, latent: Grid, least: int, deepest: int) -> float:
@@ -101,7 +105,7 @@ class Work:
         """
         saved = 0.0
         strategy = make_strategy(config, TORCH)
-        for block in self._blocks:
+        for block in self.blocks:
             grid = latent.downsampled(block.level)
             if grid.tokens >= least and block.level <= deepest:
                 in_stacks = config.scope == "stack" and not block.only_keys

@@ -205,6 +205,7 @@ class MergingCalls(PatchedCalls):
         self, timestep: float, is_on: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> UNetRun:
         """The run that a call belongs to, which has begun it."""
+        conditions = self._unets.conditions(args[2:], kwargs)
         run = self._run
         if run is None or not run.takes(timestep):
             if run is not None and run.counts.skipped_steps:
@@ -213,7 +214,7 @@ class MergingCalls(PatchedCalls):
             run.obstacle = self._unets.whole_only(self.network)
         if run.obstacle is None and torch.is_grad_enabled():
             run.obstacle = reasons.FORECAST_GRADIENTS
-        run.begin(timestep, self._unets.conditions(args[2:], kwargs), is_on)
+        run.begin(timestep, conditions, is_on)
         return run
 
     @torch.compiler.disable

@@ -27,7 +27,7 @@ def apply_patch(
     preset: str = CUSTOM,
     **options: Any,
 ) -> Model:
-    """Make a UNet merge tokens, and forecast steps of a UNet or a transformer, from now on.
+    """Make a UNet merge tokens and skip steps, or forecast steps of a transformer, from now on.
 
     The arguments up to ``merge_mlp`` have the names, order, defaults and meaning of ``tomesd``
     0.1.3, the reference code of arXiv 2303.17604. So a script written for tomesd runs with
@@ -56,7 +56,7 @@ def apply_patch(
             defaults. Two defaults differ: ``min_tokens`` is 1 and ``proportional_attn`` is off. As
             in tomesd, feature maps of any size then merge, and a merged key weighs as one token.
             In a UNet, percents and the change to ``ratio_end`` follow the noise levels of training,
-            which its timestep counts down. Its steps are forecast only with its pipeline. A
+            which its timestep counts down. With ``forecast``, some of its steps are shallow. A
             transformer needs ``forecast``, by itself or from the preset. Beside it, only ``ratio``
             and the percents count, as shares of its pipeline's steps.
 

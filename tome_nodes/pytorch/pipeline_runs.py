@@ -24,7 +24,7 @@ from .flow_call import FlowCall
 from .log_once import LogOnce
 from .scheduling import Scheduling
 
-_UNIPC = Sampler(8, corrects=False, on_unets=False)
+_UNIPC = Sampler(8, corrects=False)
 
 _SPACINGS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas")
 """The settings of schedulers under which noise falls unevenly."""
@@ -129,7 +129,7 @@ class PipelineRun:
         self._first = first
         count = self.counts.total_steps = self._stop - first
         self._log_snrs = log_snrs(self._levels[first : first + count], is_flow=True)
-        self._obstacle = self._method.obstacle(self._log_snrs, is_unet=False)
+        self._obstacle = self._method.obstacle(self._log_snrs)
         if not any(self._is_active(step) for step in range(first, self._stop)):
             config, begins = self._config, 1 - self._left(first)
             self._obstacle = reasons.percents(config.start_percent, config.end_percent, begins)

@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import reasons
 from ..report.counts import Counts
 from ..settings.config import ToMeConfig
-from ..skipping.plan import FIRST, LEAST, LEAST_SNR, adds_noise
+from ..skipping.plan import FIRST, LEAST_SNR, adds_noise, shortest
 from ..skipping.shallow_run import ShallowRun
 from .scheduling import Scheduling
 
@@ -26,6 +26,9 @@ half precision, or as a whole number."""
 _CLOSE = 0.01
 """Timesteps that differ by less are one: some schedulers round them differently in their second
 evaluation."""
+
+_EVEN = 2.5
+"""Under an unknown scheduler, timesteps fall at most so many times as fast or slowly as before."""
 
 _BETAS = 0.00085, 0.012
 """The first and the last share of noise that SD's UNets were trained on, see :func:`_log_snrs`."""
@@ -63,16 +66,21 @@ class UNetRun:
         self._log_snrs = _log_snrs(self._scheduler)
         self._times: list[float] = []
         self._gap = 0.0
-        self._ratio = config.ratio
+        self._ratio = config.shallow_ratio
         self._conditions: list[Hashable] = []
         self._before: list[Hashable] = []
         self._count: int | None = None
         goes_on = self._scheduler is not None and not adds_noise(_words(self._scheduler))
-        self.shallow = ShallowRun(config.ratio, goes_on)
+        self.shallow = ShallowRun(config.shallow_ratio, goes_on)
 
     def takes(self, timestep: float) -> bool:
         """Whether a call at this timestep belongs to this run."""
-        if timestep > self._times[-1] + _CLOSE:
+        gap = self._times[-1] - timestep
+        if gap < -_CLOSE:
+            return False
+        is_odd = self._gap > 0 and not self._gap / _EVEN <= gap <= self._gap * _EVEN
+        if is_odd and not self.is_known and not self._is_latest(timestep):
+            # These are no steps of a sampler, but calls at any noise level.
             return False
         given = getattr(self._scheduling.scheduler, "timesteps", None)
         if given is self._given:
@@ -128,8 +136,9 @@ class UNetRun:
     @property
     def reason(self) -> str:
         """Why no evaluation was shallow, as far as is known."""
-        if self.obstacle is None and self._count is not None and self._count <= LEAST:
-            return reasons.too_short_for_shallow(self._count, LEAST + 1)
+        count, least = self._count, shortest(self._ratio)
+        if self.obstacle is None and count is not None and count < least:
+            return reasons.too_short_for_shallow(count, least)
         return self.obstacle or reasons.NEVER_SHALLOW
 
     def stop(self, why: str) -> None:

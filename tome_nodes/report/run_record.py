@@ -29,7 +29,6 @@ class RunRecord:
         unforecast: the same of forecasts.
         unshallow: the same of shallow steps.
         prospects: what would help merging, if ``unmerged`` does not say what to do.
-        remedy: what would help forecasts, where the settings leave all steps to merging.
         stopped: why merging stopped in the run, such as too little memory; None if it did not.
         gain: what the run gained; None if nothing was merged or skipped.
         backend: for example ``torch``, with the reason if it is not Triton; None if the run never
@@ -44,7 +43,6 @@ class RunRecord:
     unforecast: str | None = None
     unshallow: str | None = None
     prospects: Prospects | None = None
-    remedy: str | None = None
     stopped: str | None = None
     gain: Gain | None = None
     backend: str | None = None
@@ -57,16 +55,15 @@ class RunRecord:
             return None
         unskipped, what = self._unskipped
         if self.unmerged is not None and self.unmerged == unskipped:
-            what = "was merged or forecast" if self.unshallow is None else f"merged, and {what}"
-            return f"nothing {what}: {self.unmerged}"
+            return f"nothing merged, and {what}: {self.unmerged}"
         both = [("nothing merged", self.unmerged), (what, unskipped)]
         advice = ""
-        if self.prospects is not None and unskipped is not None:
-            why, own = reasons.split(unskipped)
-            both[1] = what, why
+        if self.prospects is not None:
+            own = None
+            if unskipped is not None:
+                why, own = reasons.split(unskipped)
+                both[1] = what, why
             advice = f"; {_least_change(self.prospects, own)}"
-        elif self.prospects is not None:
-            advice = f"; {_least_change(self.prospects, self.remedy)}"
         return "; ".join(f"{what}: {why}" for what, why in both if why is not None) + advice
 
     @property
@@ -104,11 +101,11 @@ class RunRecord:
         log.log(level, "[ToMe] %s%s%s%s", where, count, self.line, gain)
 
 
-def _least_change(prospects: Prospects, of_forecasts: str | None) -> str:
-    """What to do: the least change that helps merging, or what is to be done for forecasts."""
-    if prospects.is_preset or of_forecasts is None or not reasons.helps(of_forecasts):
+def _least_change(prospects: Prospects, of_shallow: str | None) -> str:
+    """What to do: the least change that helps merging, or what is to be done for shallow steps."""
+    if prospects.is_preset or of_shallow is None or not reasons.helps(of_shallow):
         return prospects.advice
-    return of_forecasts
+    return of_shallow
 
 
 def forecast_record(
@@ -142,7 +139,7 @@ def merging_record(
     Args:
         name: the host's name for the kind of model.
         run: its evaluations.
-        counts: what merged in them, and which steps were forecast.
+        counts: what merged in them, and which steps were shallow.
         latent: the grid of the latent.
         begun: returns when each step began, in seconds.
         others: the nodes that may be in the way.

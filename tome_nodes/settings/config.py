@@ -49,8 +49,8 @@ class ToMeConfig:
         text="How much to save: more is faster and changes the picture more; 0 is exactly the "
         "unpatched model. In a UNet, such as SDXL, it is the share of tokens, small squares of the "
         "picture, that merge, and more do in large pictures. It is also how many steps are "
-        "skipped: at 0.6, three of 8 and eleven of 20 in SDXL, and eight of 20 in other UNets; in "
-        "a transformer, such as Flux, of 4 steps one; of 8 one, or two from ratio 0.4; of 20 two "
+        "skipped: at 0.6, three of 8 and eleven of 20 in a UNet, under balanced one and six; in a "
+        "transformer, such as Flux, of 4 steps one; of 8 one, or two from ratio 0.4; of 20 two "
         "from 0.1 and ten from 0.6.",
         more="Under balanced and fast, larger maps merge more, and their cells grow: at a `ratio` "
         "of 0.6, 0.60 of the keys and values of 64x64 tokens merge under balanced, 0.80 of 128x128 "
@@ -191,19 +191,18 @@ class ToMeConfig:
     forecast: bool = _advanced(
         False,
         text="Skip the model in some steps, as many as ratio says, and forecast its output there "
-        "from its last two. In SDXL, its first and last blocks still run in these steps, and only "
-        "what the others gave is kept. In a transformer, nothing merges then.",
-        more="In SDXL, such steps are *shallow*: the noisy picture itself goes through the blocks "
-        "that run, so sampler, scheduler and guidance do not matter. The first steps are whole, "
-        "and ever fewer after them: at a ratio of 0.6, five of 8, six of 12 and nine of 20; in "
-        "runs of four steps, all. In other models, a step is forecast. A run of a transformer "
-        "needs at least four steps, an edit six. The first two steps and the last always run; in "
-        "runs of 8 steps or more, the third too. At a ratio of 0.6, one of 4 steps is forecast, "
-        "two of 8 and up to ten of 20. A run of a UNet needs at least "
-        "20 steps, unless its first two outputs hardly differ, as in second passes; the first five "
-        "always run, and at 0.6, eight of 20 are forecast. In short runs whose first two outputs "
-        "hardly differ, as in second passes and many edits, forecasts begin with the third step: "
-        "three of 8. The output after a forecast is changed to make up for its error.",
+        "from its last two. In a UNet, its first and last blocks still run in these steps, and "
+        "only what the others gave is kept. In a transformer, nothing merges then.",
+        more="In a UNet, such steps are *shallow*: the noisy picture itself goes through the "
+        "blocks that run, so sampler, scheduler and guidance do not matter. The first steps are "
+        "whole, and ever fewer after them: at a ratio of 0.6, five of 8, six of 12 and nine of "
+        "20, under balanced seven, nine and fourteen; in runs of four steps, all. In other "
+        "models, a step is forecast. A run of a transformer needs at least four steps, an edit "
+        "six. The first two steps and the last always run; in runs of 8 steps or more, the third "
+        "too. At a ratio of 0.6, one of 4 steps is forecast, two of 8 and up to ten of 20. In "
+        "short runs whose first two outputs hardly differ, as in second passes and many edits, "
+        "forecasts begin with the third step: three of 8. The output after a forecast is changed "
+        "to make up for its error.",
     )
 
     grows: bool = False
@@ -232,9 +231,10 @@ class ToMeConfig:
         return max(self.ratio, self.ratio_end)
 
     @property
-    def leaves_short_runs(self) -> bool:
-        """Whether short runs of UNets are not forecast: *balanced* promises the smallest change."""
-        return self.grows and self.scope == "module"
+    def shallow_ratio(self) -> float:
+        """The ratio by which steps of UNets are shallow: half of it in *balanced*, which promises
+        the smallest change."""
+        return self.ratio / 2 if self.grows and self.scope == "module" else self.ratio
 
     def does_nothing(self, forecasts: bool) -> bool:
         """Whether the ratio is 0; ``ratio_end`` does not count where steps are forecast."""

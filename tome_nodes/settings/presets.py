@@ -33,13 +33,13 @@ class Preset:
 
 PRESETS: Mapping[str, Preset] = {
     "balanced": Preset(
-        "In a UNet, merges keys and values of self-attention, and skips steps: in SDXL in runs of "
-        "5 or more, in others of 20 or more. Closest to the plain model.",
+        "In a UNet, merges keys and values of self-attention, and skips a few steps in runs of 6 "
+        "or more. Closest to the plain model.",
         {"strategy": "window", "attn_tokens": "k,v", "sx": 4, "forecast": True, "grows": True},
     ),
     "fast": Preset(
         "In a UNet, merges more keys and values and, in smaller maps, whole stacks of blocks; also "
-        "skips steps in second passes: saves most, and is what to take for SDXL and for a second "
+        "skips twice as many steps: saves most, and is what to take for SDXL and for a second "
         "pass.",
         {
             "strategy": "window",

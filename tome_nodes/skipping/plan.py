@@ -5,34 +5,40 @@ what comes up from the others goes on from the last whole evaluations (DeepCache
 All constants are from benchmarks/FIDELITY.md.
 """
 
+from itertools import count
 from math import comb
 
 FIRST = 3
 """So many evaluations at the start are always whole."""
 
 LEAST = 4
-"""The largest number of evaluations that are all whole."""
+"""The largest number of evaluations that are all whole at any ratio."""
 
 LEAST_SNR = 0.0
 """Where the last step begins with less than this logarithm of signal to noise, and so paints most
 of the picture, no evaluation of the run is shallow."""
 
 _SHARE = 7 / 6
-"""The share of the evaluations behind the fourth that is shallow, over ``ratio``."""
+"""The share of the evaluations behind the fourth that is shallow, over the ratio."""
 
 
-def whole_evaluations(ratio: float, count: int) -> frozenset[int]:
-    """The whole ones of ``count`` evaluations, from 0; the others are shallow.
+def whole_evaluations(ratio: float, total: int) -> frozenset[int]:
+    """The whole ones of ``total`` evaluations, from 0; the others are shallow.
 
     They are dense at first: each gap is longer than the one before, and by more each time. There
     are fewer of them as ``ratio`` grows; at a ratio of 0, all evaluations are whole.
     """
-    shallow = round(min(1.0, _SHARE * ratio) * max(0, count - LEAST))
-    whole = count - shallow
+    shallow = round(min(1.0, _SHARE * ratio) * max(0, total - LEAST))
+    whole = total - shallow
     if shallow == 0:
-        return frozenset(range(count))
+        return frozenset(range(total))
     growth = shallow / comb(whole, 3)
     return frozenset(round(index + growth * comb(index, 3)) for index in range(whole))
+
+
+def shortest(ratio: float) -> int:
+    """The smallest number of evaluations of which some are shallow; ``ratio`` is above 0."""
+    return next(each for each in count(LEAST + 1) if len(whole_evaluations(ratio, each)) < each)
 
 
 def adds_noise(sampler: str) -> bool:

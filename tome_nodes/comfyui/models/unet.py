@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from comfy.ldm.modules.attention import SpatialTransformer
-from comfy.ldm.modules.diffusionmodules.openaimodel import ResBlock, UNetModel
+from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from torch import Tensor, nn
 
 from ... import reasons
@@ -202,9 +202,6 @@ def deep_layers(model: Any) -> list[nn.Module]:
         return []
     inputs, outputs = model.input_blocks, model.output_blocks
     if len(inputs) != len(outputs) or len(inputs) < 2 or len(inputs[0]) != 1:
-        return []
-    # Until its judge has been asked.
-    if not all(type(layer) is ResBlock for layer in outputs[-1]):
         return []
     deep = (*inputs[1:], model.middle_block or (), *outputs[:-1])
     return [layer for block in deep for layer in block]

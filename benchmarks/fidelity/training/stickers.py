@@ -44,8 +44,8 @@ class Stickers:
             raise SystemExit(f"{FONT} is missing; install fonts-noto-color-emoji")
         self._random = np.random.default_rng(generator.initial_seed())
 
-    def batch(self, size: int, side: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Latents of ``size`` pictures of ``side`` tokens, no places, and prompts."""
+    def batch(self, size: int, side: int) -> tuple[Tensor, Tensor]:
+        """Latents of ``size`` pictures of ``side`` tokens, and prompts."""
         random, pictures, prompts = self._random, [], []
         for _ in range(size):
             kind, clouds = int(random.integers(len(KINDS))), int(random.integers(CLOUDS))
@@ -53,8 +53,7 @@ class Stickers:
             is_told = random.random() >= WITHOUT_PROMPT
             prompts.append(prompt(kind, clouds) if is_told else torch.zeros(PROMPT_SHAPE))
         pixels = torch.from_numpy(np.stack(pictures))
-        nowhere = torch.empty(size, 0, side, side)
-        return latents.encode(pixels) * SCALE, nowhere, torch.stack(prompts)
+        return latents.encode(pixels) * SCALE, torch.stack(prompts)
 
 
 def picture(kind: int, clouds: int, side: int, random: np.random.Generator) -> np.ndarray:

@@ -1,12 +1,11 @@
-"""Train a UNet that judges, or go on with it.
+"""Train a UNet of stickers, or go on with it.
 
 python3 dev.py bench --train stickers [--minutes 35] [--rate 1e-3]
-python3 dev.py bench --train sdxl
-python3 dev.py bench --train sd15
+python3 dev.py bench --train stickers_sd15 --minutes 50 --rate 6e-4
 
 It can be stopped at any time. It saves every few minutes and at the end, and goes on from there.
-The weights of *stickers* are in the repository, from which a new training begins. Half an hour on
-one thread is enough for each of the other two, which ``bench --fidelity --only trial_sd15`` asks.
+The weights of the first are in the repository, from which a new training begins, of either. Those
+of the second stay in ``demo/``; ``bench --fidelity --only stickers_sd15`` asks them.
 """
 
 import argparse
@@ -17,7 +16,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,31 +23,14 @@ from benchmarks.host import use_cpu
 
 use_cpu()
 
-import comfy.ops  # noqa: E402
 import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
 from comfy.ldm.modules.attention import SpatialTransformer  # noqa: E402
 from comfy.ldm.modules.diffusionmodules.openaimodel import ResBlock, UNetModel  # noqa: E402
 from comfy.model_sampling import ModelSamplingDiscrete  # noqa: E402
-from skimage import data  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-from benchmarks.fidelity import sticker_unet  # noqa: E402
-from benchmarks.fidelity.denoiser import (  # noqa: E402
-    CONTEXT_SHAPE,
-    DEVIATION,
-    HEIGHT,
-    HELD_OUT,
-    MEAN,
-    SIDE,
-    WIDTHS,
-    Crop,
-    place,
-    prompt,
-)
-from benchmarks.fidelity.trial import grown  # noqa: E402
-from benchmarks.fidelity.trial.layouts import LAYOUTS, PHOTOS, Layout  # noqa: E402
-from benchmarks.fidelity.trial.stickers import WITHOUT_PROMPT, Stickers  # noqa: E402
+from benchmarks.fidelity import sticker_unet, sticker_unet_sd15  # noqa: E402
+from benchmarks.fidelity.training.stickers import Stickers  # noqa: E402
 from benchmarks.fidelity.weights import load, save  # noqa: E402
 from tools.environment import ROOT  # noqa: E402
 
@@ -57,55 +38,10 @@ _SAVE_EVERY = 180
 """Seconds between two saves."""
 _WARM_UP = 50
 """Steps over which the learning rate rises."""
-_SIZES = ((32, 8), (64, 4))
-"""Sides in tokens of small crops, and how many are in a batch."""
+_TO_NOISE = 0.6
+"""The power to which numbers that lie evenly between 0 and 1 are raised to make noise levels."""
 _MOST_WEIGHT = 20
 """The largest weight of the error of a noise level."""
-
-
-class Data:
-    """Random crops of the photos, with their places and prompts.
-
-    Args:
-        scale: tokens along a unit of a crop's side; a quarter has twice as many.
-        generator: of random numbers.
-    """
-
-    def __init__(self, scale: int, generator: torch.Generator):
-        self.scale, self.generator = scale, generator
-        self._photos = {
-            (name, each): _photo(name, each) for name in PHOTOS for each in (scale, 2 * scale)
-        }
-
-    def batch(self, size: int, side: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Pixels, places and prompts of ``size`` crops of ``side`` tokens."""
-        is_full = side == SIDE * self.scale
-        scale = self.scale if is_full or self._below(4) else 2 * self.scale
-        pixels, places, prompts = [], [], []
-        for _ in range(size):
-            name = PHOTOS[self._below(len(PHOTOS))]
-            wide = side // scale
-            top, left = self._below(HEIGHT - wide + 1), self._below(WIDTHS[name] - wide + 1)
-            while is_full and not (top % HELD_OUT and left % HELD_OUT):
-                top, left = self._below(HEIGHT - wide + 1), self._below(WIDTHS[name] - wide + 1)
-            crop = Crop(name, top, left, wide)
-            ends = [slice(start * scale, start * scale + side) for start in (top, left)]
-            pixels.append(self._photos[name, scale][:, ends[0], ends[1]])
-            places.append(place(crop, side))
-            is_told = float(torch.rand((), generator=self.generator)) >= WITHOUT_PROMPT
-            prompts.append(prompt(name) if is_told else torch.zeros(CONTEXT_SHAPE))
-        return torch.stack(pixels), torch.stack(places), torch.stack(prompts)
-
-    def _below(self, limit: int) -> int:
-        return int(torch.randint(limit, (), generator=self.generator))
-
-
-def _photo(name: str, scale: int) -> Tensor:
-    """A photo of mean 0 and variance 1, ``[3, 80 * scale, width * scale]``."""
-    pixels = torch.from_numpy(getattr(data, name)()).permute(2, 0, 1).float() / 255
-    size = [HEIGHT * scale, WIDTHS[name] * scale]
-    scaled = F.interpolate(pixels[None], size, mode="bicubic", antialias=True)[0]
-    return (scaled.clamp(0, 1) - MEAN) / DEVIATION
 
 
 @dataclass(frozen=True)
@@ -115,61 +51,37 @@ class Course:
     Attributes:
         unet: makes it; the host's layers have no initial weights.
         state: the file of the training; git ignores it.
-        data: makes random batches from a generator.
         sizes: sides in tokens of pictures, and how many are in a batch; the last has full size.
-        begin: the weights to begin with, by name; blocks that it leaves out begin untrained.
         full_share: the share of batches at full size.
-        to_noise: the power to which numbers that lie evenly between 0 and 1 are raised to make
-            noise levels.
-        is_of_noise: whether it predicts noise, else velocities.
+        begin: returns the weights to begin with, by name; what it leaves out begins untrained.
         weights: where the averaged weights go at the end; None if they stay in ``state``.
     """
 
     unet: Callable[[], UNetModel]
     state: Path
-    data: Callable[[torch.Generator], Any]
     sizes: Sequence[tuple[int, int]]
-    begin: Callable[[UNetModel], Mapping[str, Tensor]] = lambda unet: {}
-    full_share: float = 0.1
-    to_noise: float = 0.5
-    is_of_noise: bool = False
+    full_share: float
+    begin: Callable[[UNetModel], Mapping[str, Tensor]]
     weights: Path | None = None
-
-
-def _of_photos(layout: Layout) -> Course:
-    def unet() -> UNetModel:
-        operations = comfy.ops.disable_weight_init
-        return UNetModel(**layout.config, dtype=torch.float32, operations=operations)
-
-    sizes = *_SIZES, (SIDE * layout.scale, 2)
-    return Course(unet, layout.weights, partial(Data, layout.scale), sizes, lambda unet: layout.begin())
 
 
 def course_of(name: str) -> Course:
     """The course of a judge that can be trained."""
-    if name in LAYOUTS:
-        return _of_photos(LAYOUTS[name])
     weights = sticker_unet.WEIGHTS
     if name == "stickers_sd15":
         return Course(
-            unet=lambda: sticker_unet.untrained(grown.UNET).diffusion_model,
-            state=ROOT / "demo" / "stickers-sd15.pt",
-            data=Stickers,
+            unet=lambda: sticker_unet.untrained(sticker_unet_sd15.UNET).diffusion_model,
+            state=sticker_unet_sd15.STATE,
             sizes=((32, 16), (64, 3)),
-            begin=lambda unet: grown.grow(unet, load(weights)),
             full_share=0.25,
-            to_noise=0.6,
-            is_of_noise=True,
+            begin=lambda unet: sticker_unet_sd15.grow(unet, load(weights)),
         )
     return Course(
         unet=lambda: sticker_unet.untrained().diffusion_model,
         state=ROOT / "demo" / "sticker-unet.pt",
-        data=Stickers,
         sizes=((32, 16), (64, 4)),
-        begin=lambda unet: load(weights) if weights.exists() else {},
         full_share=0.15,
-        to_noise=0.6,
-        is_of_noise=True,
+        begin=lambda unet: load(weights) if weights.exists() else {},
         weights=weights,
     )
 
@@ -217,7 +129,7 @@ class Training:
             self.model.load_state_dict(course.begin(self.model), strict=False)
             self.average = {name: value.clone() for name, value in self.model.state_dict().items()}
         self._generator = torch.Generator().manual_seed(self.steps)
-        self._data = course.data(self._generator)
+        self._data = Stickers(self._generator)
         self._sigmas = ModelSamplingDiscrete().sigmas
 
     def step(self) -> tuple[int, float]:
@@ -242,24 +154,22 @@ class Training:
         return side, loss.item()
 
     def _loss(self, size: int, side: int) -> Tensor:
-        """The error of velocities or of noise, at noise levels all over the schedule."""
-        latent, places, prompts = self._data.batch(size, side)
+        """The error of noise, at noise levels all over the schedule."""
+        latent, prompts = self._data.batch(size, side)
         evenly = (torch.arange(size) + torch.rand(size, generator=self._generator)) / size
         # More of them are high, where what is where is decided.
-        times = (evenly**self._course.to_noise * len(self._sigmas)).long()
+        times = (evenly**_TO_NOISE * len(self._sigmas)).long()
         sigma = self._sigmas[times].view(-1, 1, 1, 1)
         noise = torch.randn(latent.shape, generator=self._generator)
         size_of_input = (sigma**2 + 1).sqrt()
-        inputs = torch.cat([(latent + sigma * noise) / size_of_input, places], dim=1)
+        inputs = (latent + sigma * noise) / size_of_input
         answer = self.model(
             inputs.contiguous(memory_format=torch.channels_last), times, context=prompts
         ).float()
-        if self._course.is_of_noise:
-            # Times the size of the input, an error of the noise is one of the velocity. Where
-            # there is next to noise alone, it counts less, or nothing else would be learnt.
-            weight = size_of_input.square().clamp(max=_MOST_WEIGHT)
-            return ((answer - noise).square() * weight).mean()
-        return (answer - (noise - sigma * latent) / size_of_input).square().mean()
+        # Times the size of the input, an error of the noise is one of the velocity. Where there
+        # is next to noise alone, it counts less, or nothing else would be learnt.
+        weight = size_of_input.square().clamp(max=_MOST_WEIGHT)
+        return ((answer - noise).square() * weight).mean()
 
     def save(self) -> None:
         """Write everything; an interrupted write leaves the old file."""
@@ -292,7 +202,7 @@ def _optimizers(model: nn.Module, rate: float) -> list[torch.optim.Optimizer]:
 def main() -> None:
     """Train until the time is up or the process is told to stop."""
     parser = argparse.ArgumentParser(prog="dev.py bench --train", description=__doc__)
-    parser.add_argument("name", choices=["stickers", "stickers_sd15", *LAYOUTS])
+    parser.add_argument("name", choices=["stickers", "stickers_sd15"])
     parser.add_argument("--minutes", type=float, default=35)
     parser.add_argument("--rate", type=float, default=1e-3, help="learning rate")
     arguments = parser.parse_args()
