@@ -25,6 +25,7 @@ sys.path.append(str(TESTS))
 SIDE_BY_SIDE = ("-n", "2", "--dist", "loadgroup")
 
 BENCHES = {
+    "--drawn": "benchmarks.fidelity.drawn",
     "--fidelity": "benchmarks.fidelity",
     "--forecasts": "benchmarks.forecasts",
     "--picture": "benchmarks.fidelity.off_and_on",
@@ -229,7 +230,8 @@ def _parser() -> argparse.ArgumentParser:
         "with --forecasts, whether forecasts change more than fewer steps: --quick, --only; "
         "with --picture, the picture of off and on: --model, --repeats; with "
         "--host-time, what merging adds before any kernel runs: --quick; with --train, train a "
-        "UNet that --fidelity can ask: stickers, sdxl or sd15, --minutes, --rate; "
+        "UNet that --fidelity can ask: stickers or stickers_sd15, --minutes, --rate; with --drawn, "
+        "shallow steps of such a UNet in cells drawn by chance: --cells, --seed; "
         "with --terrain, skipped steps on a UNet that others trained: euler or dpmpp_2m; with "
         "--work, how much work is left, counted; with --report, tables of what was measured on a "
         "GPU",

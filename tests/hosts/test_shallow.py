@@ -380,18 +380,20 @@ def test_why_no_step_is_shallow(sdxl, options, why):
 
 
 @pytest.mark.newest_only
-@pytest.mark.parametrize("node", ["the host's", "KJNodes'"])
+@pytest.mark.parametrize(
+    ("kind", "node"), [("sdxl", "the host's"), ("sdxl", "KJNodes'"), ("sd15", "the host's")]
+)
 def test_a_compiled_model_has_a_graph_for_whole_steps_and_one_for_shallow_steps(
-    sdxl, fresh_compiler, node
+    models, fresh_compiler, kind, node
 ):
-    config, graphs = fast(), Graphs()
-    plain, expected = run(sdxl, 8), run(attach(sdxl, config), 8)
+    plain_model, config, graphs = models(kind), fast(), Graphs()
+    plain, expected = (run(each, 8, kind) for each in (plain_model, attach(plain_model, config)))
     if node == "the host's":
-        model = compiled(sdxl.clone(), backend=graphs)
+        model = compiled(plain_model.clone(), backend=graphs)
     else:
-        model = Compiled(graphs).patch(sdxl)
+        model = Compiled(graphs).patch(plain_model)
     patched = attach(model, config)
     for each, wanted in (patched, expected), (model, plain), (patched, expected), (model, plain):
-        assert relative_error(run(each, 8), wanted) < 1e-5
+        assert relative_error(run(each, 8, kind), wanted) < 1e-5
     assert len(shallow_of(patched)) == 3
     assert graphs.frame_count == 3

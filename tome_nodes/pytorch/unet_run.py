@@ -70,8 +70,9 @@ class UNetRun:
         self._conditions: list[Hashable] = []
         self._before: list[Hashable] = []
         self._count: int | None = None
-        goes_on = self._scheduler is not None and not adds_noise(_words(self._scheduler))
-        self.shallow = ShallowRun(config.shallow_ratio, goes_on)
+        # To copy under a sampler without noise does more harm than a line under one with noise.
+        goes_on = self._scheduler is None or not adds_noise(_words(self._scheduler))
+        self.shallow = ShallowRun(self._ratio, goes_on)
 
     def takes(self, timestep: float) -> bool:
         """Whether a call at this timestep belongs to this run."""
@@ -166,8 +167,6 @@ class UNetRun:
             first, last = self._times[0], self._times[-1]
             gap = (first - last) / (len(self._times) - 1)
             self._count = 1 + math.floor(first / gap + _ROUNDING)
-            # Whether this one adds noise is not known, and to copy is the safer of the two.
-            self.shallow = ShallowRun(self._ratio, goes_on=False)
         self.shallow.plan(self._count)
 
     def _rest(self) -> Sequence[float]:
