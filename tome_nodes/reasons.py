@@ -1,6 +1,7 @@
-"""Why nothing was merged or forecast, in words for users: what is in the way, and what to do.
+"""Why nothing was merged or skipped, in words for users: what is in the way, and what to do.
 
-The log and the reports put "nothing merged: " or "nothing was forecast: " before them. What to do
+The log and the reports put "nothing merged: ", "no step was shallow: " or "nothing was forecast: "
+before them. What to do
 stands after the last semicolon. Where too little would merge, it depends on more than merging, and
 is not part of the reason (:data:`WORTH_IT`).
 """
@@ -151,8 +152,8 @@ MOMENTUM = (
 )
 
 STREAMED = (
-    "blocks bring in each other's weights through a stream, which no step may break off; offload "
-    "without a stream"
+    "blocks bring in each other's weights, so none may be left out; offload without a stream, and "
+    "in groups of one block or by leaf"
 )
 
 OTHER_FORM = (
@@ -260,25 +261,28 @@ def unknown_processor(name: str) -> str:
     return f"the attention processor {name} may need all tokens; set another, or leave ToMe out"
 
 
-def too_short(count: int, least: int, skipped: int = 0) -> str:
-    """For a run of ``count`` steps where forecasts need ``least``.
-
-    ``skipped`` is how many of these would be forecast, as far as that is known.
-    """
+def too_short(count: int, least: int) -> str:
+    """For a run of ``count`` steps where forecasts need ``least``."""
     why = f"a run of {count} is too short, forecasts need {least} steps here"
-    if least - skipped < count:
-        return f"{why}; {take_steps(least, skipped)}"
     return f"{why}; {LEAVE_OUT if count == 1 else _FEWER}"
+
+
+def shallow_failed(error: str) -> str:
+    """For a shallow step that failed; ``error`` is what it says."""
+    return (
+        f"a shallow step failed ({error}), perhaps as other code reads or changes the blocks that "
+        "it leaves out; leave one of the two out"
+    )
+
+
+def reads_attention(name: str) -> str:
+    """For an attention processor of diffusers that may keep what it sees."""
+    return f"the attention processor {name} may need all steps; set another, or leave ToMe out"
 
 
 def too_short_for_shallow(count: int, least: int) -> str:
     """For a run of ``count`` steps where shallow ones need ``least``."""
     return f"a run of {count} is too short, shallow steps need {least}; {_FEWER}"
-
-
-def take_steps(count: int, skipped: int) -> str:
-    """What to do where a longer run takes less time."""
-    return f"take {count} steps, of which {skipped} are skipped"
 
 
 def sampler(name: str, instead: Sequence[str]) -> str:
@@ -343,5 +347,5 @@ def unknown_scheduler(name: str) -> str:
 
 
 def unknown_prediction(name: str) -> str:
-    """For a model of diffusers that is not known to predict a flow, or noise."""
+    """For a model of diffusers that is not known to predict a flow."""
     return f"it is not known how a {name} predicts the picture; leave ToMe out"

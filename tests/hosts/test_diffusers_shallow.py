@@ -18,8 +18,11 @@ from models.pipelines import CASES, COMPILED, inputs, make_unet, noise, picture,
 import tome_nodes
 from tome_nodes import reasons
 from tome_nodes.patching.model_run import ModelRun
-from tome_nodes.pytorch import merging_calls
+from tome_nodes.pytorch import merging_calls, unet_run
 from tome_nodes.pytorch.diffusers_unets import DiffusersUNets
+from tome_nodes.pytorch.scheduling import Scheduling
+from tome_nodes.pytorch.unet_run import UNetRun
+from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.skipping.features import Features
 from tome_nodes.skipping.plan import whole_evaluations
 
@@ -241,6 +244,81 @@ def test_a_loop_by_hand_is_counted_by_how_its_timesteps_fall(timesteps, log_mess
     del seen[:]
     by_hand(unet, timesteps)
     assert whole_of(seen) == WHOLE
+
+
+@pytest.mark.parametrize("names", [("sample",), ("timestep",), ("sample", "timestep")])
+def test_arguments_may_be_passed_by_name(names):
+    unet, given = make_unet(), inputs(make_unet())
+    latent = given.pop("sample")
+    seen = watch(unet)
+    tome_nodes.apply_patch(unet, 0.6, preset="fast")
+    for timestep in range(951, 0, -50):
+        own = {"sample": latent, "timestep": timestep}
+        by_place = [value for name, value in own.items() if name not in names]
+        by_name = {name: own[name] for name in names}
+        if names == ("sample",):
+            by_place, by_name = [], own
+        with torch.no_grad():
+            latent = latent - 0.1 * unet(*by_place, **by_name, **given).sample
+    assert whole_of(seen) == WHOLE
+
+
+def test_a_hook_on_a_block_that_is_left_out_makes_the_rest_whole(case, log_messages):
+    tome_nodes.apply_patch(case.pipeline, 0.6, preset="fast")
+    hook = case.network.mid_block.register_forward_hook(lambda _, __, h: h + torch.ones(64, 1, 1))
+    seen = watch(case.network)
+    assert case(STEPS).isfinite().all()
+    # The shallow call failed, and is whole the second time.
+    assert len(whole_of(seen)) == STEPS
+    (said,) = [line for line in log_messages() if line.endswith("goes on without shallow steps")]
+    assert "a shallow step failed (RuntimeError: " in said
+    hook.remove()
+    del seen[:]
+    case(STEPS)
+    assert whole_of(seen) == WHOLE
+
+
+def test_an_attention_processor_from_elsewhere_keeps_all_blocks_running(case, log_messages):
+    """As in SAG and LEDITS++, which read afterwards what the deep blocks attend to."""
+
+    class Reads(diffusers.models.attention_processor.AttnProcessor):
+        pass
+
+    case.network.mid_block.attentions[0].transformer_blocks[0].attn1.processor = Reads()
+    seen = watch(case.network)
+    tome_nodes.apply_patch(case.pipeline, 0.6, preset="fast")
+    case(STEPS)
+    assert len(whole_of(seen)) == STEPS
+    assert reasons.split(reasons.reads_attention("Reads"))[0] in log_messages()[-1]
+
+
+@pytest.mark.parametrize("strength", [0.9, 0.5])
+def test_a_run_that_begins_late_in_a_fine_schedule_is_counted_right(strength, log_messages):
+    case = of("Euler", CASES["sdxl_img2img"])
+    tome_nodes.apply_patch(case.pipeline, 0.6, preset="fast")
+    seen = watch(case.network)
+    case(60, strength=strength)
+    count = round(60 * strength)
+    assert whole_of(seen) == sorted(whole_evaluations(0.6, count))
+    assert f"/{count} steps" in log_messages()[-1]
+
+
+def test_the_run_of_a_scheduler_whose_timesteps_are_no_indices():
+    """Those of EDM are logarithms of noise levels."""
+    case = sd15()
+    case.pipeline.scheduler = diffusers.EDMEulerScheduler()
+    seen = watch(case.network)
+    tome_nodes.apply_patch(case.pipeline, 0.6, preset="fast")
+    assert case(STEPS).isfinite().all()
+    assert whole_of(seen) == WHOLE
+
+
+def test_calls_at_one_timestep_are_counted_to_a_limit(monkeypatch):
+    monkeypatch.setattr(unet_run, "_MOST_CALLS", 3)
+    kept = UNetRun(ToMeConfig(forecast=True), Scheduling(), 1000)
+    for call in range(9):
+        kept.begin(951.0, call, is_active=True)
+    assert kept._conditions == [0, 1, 2] and not kept.is_last
 
 
 def test_calls_at_any_noise_level_are_all_whole():

@@ -43,7 +43,7 @@ def changed_part(patcher: ModelPatcher, record: ComfyRecord, diffusion_model: An
 
 
 def changed_for_forecasts(patcher: ModelPatcher) -> str | None:
-    """The same as :func:`changed_part`, of what forecasts rely on."""
+    """The same as :func:`changed_part`, of what skipped steps rely on."""
     return _first_changed(
         patcher,
         ("CFGGuider.predict_noise", begins_with(CFGGuider, "predict_noise", *_PREDICT_NOISE)),

@@ -5,19 +5,20 @@ them off again.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from threading import Lock
 from typing import Any
 
 import torch
+from comfy.model_management import InterruptProcessingException
 from comfy.patcher_extension import WrapperExecutor
 from torch import Tensor, nn
 
 from .. import reasons
 from ..patching.deep_blocks import DeepBlocks
-from ..patching.engine import MakeStrategy
+from ..patching.engine import MakeStrategy, first_line
 from ..patching.model import uncompiled
 from ..patching.model_run import ModelRun, Request, why_stopped
 from ..patching.schedule import MergingStep, is_active, progress_at
@@ -153,6 +154,7 @@ class MergingPart:
         keys = shallow.keys_of(options, shape, t.device)
         if keys is None:
             return run.evaluate(call, request)
+        given = None
         try:
             given, blocks = shallow.given(keys), len(network.output_blocks)
             if given is not None:
@@ -162,8 +164,14 @@ class MergingPart:
             answer, came = run.evaluate_watched(call, request, deep)
             shallow.keep(keys, came)
             return answer
+        except InterruptProcessingException:
+            raise
         except Exception as error:
-            if (why := why_stopped(error)) is None:
+            why = why_stopped(error)
+            if why is None and given is not None:
+                # If that is not why, it fails again.
+                why = reasons.shallow_failed(f"{type(error).__name__}: {first_line(error)}")
+            if why is None:
                 raise
             given = came = None
         # Not in the except block, where the traceback keeps the tensors of the evaluation.
@@ -218,14 +226,11 @@ class MergingPart:
         progress = index / last if last else 0.0
         return MergingStep(index, progress, index, is_on, self._begins)
 
-    def finish(self, forecast_steps: Set[int] = frozenset()) -> list[RunRecord]:
-        """The records of the run, one for each class of model; none if nothing was evaluated.
-
-        No model ran in ``forecast_steps``.
-        """
+    def finish(self) -> list[RunRecord]:
+        """The records of the run, one for each class of model; none if nothing was evaluated."""
         others = {neighbours.short(other) for other in self._others}
         return [
-            report.finish(run, model, self._steps, others, forecast_steps)
+            report.finish(run, model, self._steps, others)
             for report, run, model in self._reports.values()
         ]
 

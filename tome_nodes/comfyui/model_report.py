@@ -75,14 +75,12 @@ class ModelReport(Observer):
         model: Any,
         steps: StepCount,
         others: Set[str],
-        forecast_steps: Set[int],
     ) -> RunRecord:
         """The record of the run.
 
-        ``model`` is the BaseModel of ComfyUI that was evaluated, ``others`` are the nodes that may
-        be in the way, and no model ran in ``forecast_steps``.
+        ``model`` is the BaseModel of ComfyUI that was evaluated, and ``others`` are the nodes that
+        may be in the way.
         """
-        self._counts.forecast_steps = forecast_steps
         return merging_record(
             *(type(model.model_config).__name__, run, self._counts, self._latent),
             begun=steps.begun,

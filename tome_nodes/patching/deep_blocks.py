@@ -59,7 +59,11 @@ class DeepBlocks:
             self._now.take_off()
         self._given, self._came, self._times = given, None, 0
         self._now = self._watched if given is None else self._left_out
-        self._now.put_on()
+        try:
+            self._now.put_on()
+        except BaseException:
+            self.end(before)
+            raise
         return before
 
     def end(self, before: Before) -> None:

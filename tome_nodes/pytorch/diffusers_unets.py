@@ -155,8 +155,15 @@ class DiffusersUNets(UNetHost):
         *others, last = layers
         return DeepBlocks([*left_out, *((each, "forward", no_channels) for each in others)], last)
 
-    def whole_only(self, unet: nn.Module) -> str | None:
-        return reasons.STREAMED if any(map(_is_streamed, unet.modules())) else None
+    def whole_only(self, unet: Any) -> str | None:
+        if any(map(_is_streamed, unet.modules())) or _is_led(unet.up_blocks[-1]):
+            return reasons.STREAMED
+        for processor in unet.attn_processors.values():
+            # Some pipelines and other code read attention after the call.
+            kind = type(processor)
+            if not kind.__module__.startswith("diffusers.models."):
+                return reasons.reads_attention(kind.__name__)
+        return None
 
     def conditions(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable:
         given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
@@ -197,6 +204,15 @@ def _no_map(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 def _nothing(added: Any) -> Any:
     """What adds nothing, to a feature map of any size."""
     return added.new_zeros(()) if isinstance(added, Tensor) else [_nothing(each) for each in added]
+
+
+def _is_led(block: nn.Module) -> bool:
+    """Whether a block's weights come in when an earlier one of its group is called."""
+    hooks = getattr(getattr(block, "_diffusers_hook", None), "hooks", {})
+    leaders = (
+        getattr(getattr(hook, "group", None), "onload_leader", None) for hook in hooks.values()
+    )
+    return any(leader is not None and leader is not block for leader in leaders)
 
 
 def _is_streamed(module: nn.Module) -> bool:

@@ -4,7 +4,7 @@ Each code base has its own copy of the classes, so modules are recognised by the
 spatial transformer has ``transformer_blocks``, which have ``attn1``, ``attn2`` and ``ff``.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,9 +60,16 @@ class LdmUNets(UNetHost):
         inputs, outputs = unet.input_blocks, unet.output_blocks
         if len(inputs) != len(outputs) or len(inputs) < 2:
             return None
+        if any(stack.is_of_video for stack in self.record.stacks(unet)):
+            return None
         blocks: list[nn.Module] = [*inputs[1:], unet.middle_block, *outputs[:-1]]
         *others, last = blocks
         return DeepBlocks([(block, "forward", no_channels) for block in others], last)
+
+    def conditions(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable:
+        # What a ControlNet adds changes from step to step.
+        is_controlled = kwargs.get("control") is not None
+        return super().conditions(args, {**kwargs, "control": is_controlled})
 
     def shallow_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments | None:
         # A ControlNet adds to the skips of all blocks.

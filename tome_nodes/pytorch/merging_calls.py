@@ -16,7 +16,7 @@ from torch._dynamo.decorators import skip
 
 from .. import reasons
 from ..patching.compiling import with_graphs_so_far
-from ..patching.engine import MakeStrategy
+from ..patching.engine import MakeStrategy, first_line
 from ..patching.evaluation import Observer, Result
 from ..patching.model_run import ModelRun, Request, why_stopped
 from ..patching.schedule import MergingStep, is_active, progress_at
@@ -30,7 +30,7 @@ from .log_once import LogOnce, log
 from .patched_calls import PatchedCalls
 from .scheduling import Scheduling
 from .unet_run import UNetRun
-from .unets import UNets
+from .unets import Arguments, UNets
 
 
 class _Latest(Observer):
@@ -69,14 +69,12 @@ class _Call(NamedTuple):
     Attributes:
         request: what merging has to know of it.
         keys: what its features are kept under; None if it keeps none and has none.
-        given: what takes the place of what would come up from the deep blocks; None if they run.
-        outside: the arguments of a shallow call, by position and by name.
+        outside: the arguments of a shallow call, by position and by name; None if it is whole.
     """
 
     request: Request
     keys: list[Hashable] | None = None
-    given: Tensor | None = None
-    outside: tuple[Sequence[Any], Mapping[str, Any]] = (), {}
+    outside: Arguments | None = None
 
 
 class MergingCalls(PatchedCalls):
@@ -123,10 +121,10 @@ class MergingCalls(PatchedCalls):
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """What a call of the UNet returns, which merges tokens or runs shallowly."""
-        call = self._begin(args, kwargs)
-        if call is None:
-            return forward(*args, **kwargs)
         try:
+            call = self._begin(args, kwargs)
+            if call is None:
+                return forward(*args, **kwargs)
             answer = self._evaluated(forward, args, kwargs, call)
         except BaseException:
             self._run = None
@@ -146,20 +144,21 @@ class MergingCalls(PatchedCalls):
         whole = partial(forward, *args, **kwargs)
         if deep is None or call.keys is None:
             return merging.evaluate(whole, request)
+        given = came = None
         try:
-            if call.given is not None:
+            given = self._given(call)
+            if given is not None and call.outside is not None:
                 own = partial(forward, *call.outside[0], **call.outside[1])
-                return merging.evaluate_shallow(own, request, deep, call.given)
+                return merging.evaluate_shallow(own, request, deep, given)
             answer, came = merging.evaluate_watched(whole, request, deep)
             self._keep(call.keys, came)
             return answer
         except Exception as error:
-            why = self._stopped(error)
+            why = self._stopped(error, given is not None)
             if why is None:
                 raise
-            came = None
+            given = came = None
         # Not in the except block, where the traceback keeps the tensors of the evaluation.
-        call = _Call(request)
         return merging.evaluate(whole, request)
 
     def warn_of_tracing(self) -> None:
@@ -188,7 +187,14 @@ class MergingCalls(PatchedCalls):
         self._timestep = noise
         self._completed = False
         is_on = is_active(self._config, noise, self._noise_at)
-        run = None if self._deep is None else self._follow(noise, is_on, args, kwargs)
+        run = None
+        if self._deep is not None:
+            others = {
+                name: value
+                for name, value in kwargs.items()
+                if value is not sample and value is not timestep
+            }
+            run = self._follow(noise, is_on, self._unets.conditions(args[2:], others))
         at = self._step(noise, 0 if run is None else run.index, is_on)
         # The check may visit every module of the UNet.
         obstacle = self._unets.obstacle(self.network, self._config) if is_on else None
@@ -197,15 +203,13 @@ class MergingCalls(PatchedCalls):
         if run is None or run.obstacle is not None:
             return _Call(request)
         keys = run.shallow.keys_of([0], sample.shape, sample.device)
-        given = None if keys is None else run.shallow.given(keys)
-        outside = None if given is None else self._unets.shallow_arguments(args, kwargs)
-        return _Call(request, keys) if outside is None else _Call(request, keys, given, outside)
+        is_shallow = keys is not None and run.shallow.is_shallow
+        return _Call(
+            request, keys, self._unets.shallow_arguments(args, kwargs) if is_shallow else None
+        )
 
-    def _follow(
-        self, timestep: float, is_on: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> UNetRun:
+    def _follow(self, timestep: float, is_on: bool, conditions: Hashable) -> UNetRun:
         """The run that a call belongs to, which has begun it."""
-        conditions = self._unets.conditions(args[2:], kwargs)
         run = self._run
         if run is None or not run.takes(timestep):
             if run is not None and run.counts.skipped_steps:
@@ -218,15 +222,25 @@ class MergingCalls(PatchedCalls):
         return run
 
     @torch.compiler.disable
+    def _given(self, call: _Call) -> Tensor | None:
+        """What takes the place of what would come up in a call; None if the deep blocks run."""
+        if call.keys is None or call.outside is None or self._run is None:
+            return None
+        return self._run.shallow.given(call.keys)
+
+    @torch.compiler.disable
     def _keep(self, keys: Sequence[Hashable], came: Tensor | None) -> None:
         """Keep what came up in a whole call that has ended well."""
         assert self._run is not None
         self._run.shallow.keep(keys, came)
 
     @torch.compiler.disable
-    def _stopped(self, error: Exception) -> str | None:
+    def _stopped(self, error: Exception, is_shallow: bool) -> str | None:
         """Why the rest of this run is whole after an error; None if that would not help."""
         why = why_stopped(error)
+        if why is None and is_shallow:
+            # If that is not why, it fails again.
+            why = reasons.shallow_failed(f"{type(error).__name__}: {first_line(error)}")
         if why is not None and self._run is not None:
             log.warning("[ToMe] %s; the rest of this run goes on without shallow steps", why)
             self._run.stop(why)
@@ -248,7 +262,7 @@ class MergingCalls(PatchedCalls):
         if run is not None and run.is_last:
             self._report_run(run)
             if run.is_over:
-                run.shallow.clear()
+                self._run = None
 
     def _report(self, result: Result) -> None:
         """Log what merged in a call, once for every size, or why nothing merged, once.
@@ -264,6 +278,9 @@ class MergingCalls(PatchedCalls):
         if not self._once.is_new(kind):
             return
         record = self._finish(counts, {})
+        if self._run is not None and self._run.obstacle is None:
+            # Steps may still be shallow, so there is nothing to advise.
+            record = replace(record, prospects=None)
         if record.nothing is not None:
             self._once.warn(record.nothing)
         elif record.gain is not None:

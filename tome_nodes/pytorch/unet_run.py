@@ -30,6 +30,9 @@ evaluation."""
 _EVEN = 2.5
 """Under an unknown scheduler, timesteps fall at most so many times as fast or slowly as before."""
 
+_MOST_CALLS = 256
+"""So many calls of an evaluation are compared with those of the one before."""
+
 _BETAS = 0.00085, 0.012
 """The first and the last share of noise that SD's UNets were trained on, see :func:`_log_snrs`."""
 
@@ -61,7 +64,7 @@ class UNetRun:
         self._scheduling = scheduling
         self._scheduler = scheduling.scheduler
         self._given = getattr(self._scheduler, "timesteps", None)
-        self._known = [] if self._given is None else _falling(self._given)
+        self._known, self._places = _known(self._scheduler)
         self._levels = levels
         self._log_snrs = _log_snrs(self._scheduler)
         self._times: list[float] = []
@@ -89,7 +92,9 @@ class UNetRun:
         # Some pipelines have a copy of the scheduler for each part of a picture.
         self._given = given
         goes_on = self._is_latest(timestep) or self._is_next(timestep)
-        return goes_on and given is not None and _falling(given) == self._known
+        return (
+            goes_on and given is not None and _known(self._scheduling.scheduler)[0] == self._known
+        )
 
     def begin(self, timestep: float, conditions: Hashable, is_active: bool) -> None:
         """Begin a call, which may be one of several of an evaluation.
@@ -126,7 +131,7 @@ class UNetRun:
             return False
         if self.is_known:
             return self.index >= self._count - 1
-        # The next timestep would be below 0.
+        # The next timestep would be below 0. The last one of some spacings is 0.
         return self._times[-1] < (1 - _ROUNDING) * self._gap
 
     @property
@@ -150,7 +155,8 @@ class UNetRun:
     def _see(self, conditions: Hashable) -> None:
         """Note the conditions of a call, and drop what is kept if they have changed."""
         number = len(self._conditions)
-        self._conditions.append(conditions)
+        if number < _MOST_CALLS:
+            self._conditions.append(conditions)
         if self._before[number : number + 1] not in ([], [conditions]):
             self.shallow.clear()
 
@@ -172,11 +178,11 @@ class UNetRun:
     def _rest(self) -> Sequence[float]:
         """The timesteps of this run that the scheduler has; none if it has others."""
         seen, known = self._times, self._known
-        begins = next((at for at, each in enumerate(known) if _is_same(each, seen[0])), None)
+        begins = self._index(seen[0])
         if begins is None:
             return []
         rest = known[begins:]
-        if len(rest) < len(seen) or not all(map(_is_same, rest, seen)):
+        if len(rest) < len(seen) or not all(map(self._is_same, rest, seen)):
             return []
         return rest if begins else self._until_refined(rest)
 
@@ -197,12 +203,24 @@ class UNetRun:
 
     def _is_next(self, timestep: float) -> bool:
         """Whether the scheduler has this timestep right after the latest one."""
+        at = self._index(self._times[-1])
+        return at is not None and self._index(timestep) == at + 1
+
+    def _index(self, timestep: float) -> int | None:
+        """Where the scheduler has a timestep; None if it does not."""
         known = self._known
-        at = next((at for at, each in enumerate(known) if _is_same(each, self._times[-1])), None)
-        return at is not None and at + 1 < len(known) and _is_same(known[at + 1], timestep)
+        at = min(range(len(known)), key=lambda at: abs(known[at] - timestep), default=None)
+        return at if at is not None and self._is_same(known[at], timestep) else None
+
+    def _is_same(self, known: float, timestep: float) -> bool:
+        span = self._known[0] - self._known[-1]
+        return abs(known - timestep) <= max(_ROUNDING * abs(known), span / 2000)
 
     def _place(self, timestep: float) -> float:
         """The logarithm of signal to noise at a timestep."""
+        index = self._index(timestep) if self._places else None
+        if index is not None:
+            return self._places[index]
         levels = self._log_snrs
         at = min(max(timestep, 0.0), len(levels) - 1.0)
         low = int(at)
@@ -210,19 +228,26 @@ class UNetRun:
         return levels[low] + (at - low) * (levels[high] - levels[low])
 
 
-def _falling(timesteps: Tensor) -> list[float]:
-    """The timesteps of a scheduler without repetitions, as long as they fall."""
+def _known(scheduler: Any) -> tuple[list[float], list[float]]:
+    """The timesteps of a scheduler without repetitions, as long as they fall, and their places.
+
+    A place is the logarithm of signal to noise. There is none of the last timesteps in some
+    schedulers, and none at all if the scheduler does not tell noise levels.
+    """
+    given = getattr(scheduler, "timesteps", None)
+    timesteps = [] if given is None else given.tolist()
+    sigmas = getattr(scheduler, "sigmas", None)
+    levels = sigmas.tolist() if isinstance(sigmas, Tensor) else []
     found: list[float] = []
-    for each in timesteps.tolist():
+    places: list[float] = []
+    for index, each in enumerate(timesteps):
         if found and each > found[-1] + _CLOSE:
-            return []
+            return [], []
         if not found or each < found[-1] - _CLOSE:
             found.append(each)
-    return found
-
-
-def _is_same(one: float, other: float) -> bool:
-    return abs(one - other) <= max(_ROUNDING * abs(one), 0.5)
+            if index < len(levels) and levels[index] > 0:
+                places.append(-2 * math.log(levels[index]))
+    return found, places if len(places) == len(found) else []
 
 
 def _log_snrs(scheduler: Any) -> list[float]:

@@ -12,8 +12,8 @@ def log_line(counts: Counts, config: ToMeConfig, backend: Sequence[str] = ()) ->
     """The log line of a run, or of the first call of a kind: what merged, and whether it helped.
 
     For example ``merged 5/16 blocks (4096 -> 2048 tokens), 20/20 steps, ratio 0.50``, or
-    ``forecast 2/8 steps (4, 7)``, counted from 1, or both, or ``shallow 11/20 steps``. ``backend``
-    is given in words, if it is not plain torch as expected.
+    ``forecast 2/8 steps (4, 7)``, counted from 1, or ``shallow 11/20 steps``. ``backend`` is given
+    in words, if it is not plain torch as expected.
     """
     done = []
     if counts.merged:
@@ -32,7 +32,7 @@ def log_line(counts: Counts, config: ToMeConfig, backend: Sequence[str] = ()) ->
 
 
 def done(counts: Counts) -> str:
-    """For example ``merged 10 of 16 blocks, forecast 3 of 8 steps``."""
+    """For example ``merged 10 of 16 blocks, shallow in 3 of 8 steps``."""
     parts = []
     if counts.merged:
         parts += [f"merged {counts.merged_blocks} of {counts.blocks_present} blocks"]

@@ -68,7 +68,7 @@ class RunRecord:
 
     @property
     def line(self) -> str:
-        """What was merged and forecast, or why nothing was: the same for runs that are alike."""
+        """What was merged or skipped, or why nothing was: the same for runs that are alike."""
         if self.nothing is not None:
             return self.nothing
         backend = [] if self.backend in (None, "torch") else [self.backend]

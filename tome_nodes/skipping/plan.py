@@ -5,7 +5,7 @@ what comes up from the others goes on from the last whole evaluations (DeepCache
 All constants are from benchmarks/FIDELITY.md.
 """
 
-from itertools import count
+import math
 from math import comb
 
 FIRST = 3
@@ -38,7 +38,7 @@ def whole_evaluations(ratio: float, total: int) -> frozenset[int]:
 
 def shortest(ratio: float) -> int:
     """The smallest number of evaluations of which some are shallow; ``ratio`` is above 0."""
-    return next(each for each in count(LEAST + 1) if len(whole_evaluations(ratio, each)) < each)
+    return LEAST + 1 + math.floor(0.5 / min(1.0, _SHARE * ratio))
 
 
 def adds_noise(sampler: str) -> bool:

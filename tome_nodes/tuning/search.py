@@ -56,7 +56,7 @@ class Measured:
             standard deviations of the unpatched one.
         obstacle: what did not happen and why, such as ``nothing merged: too few tokens``, or the
             error of the trial; None if there is neither.
-        done: what was merged and forecast, in words; empty for a run without ToMe.
+        done: what was merged or skipped, in words; empty for a run without ToMe.
 
     Raises:
         ValueError: a number is not finite, or a time is not positive.
