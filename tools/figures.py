@@ -203,6 +203,8 @@ _ON_STICKERS: Sequence[tuple[str, str, Sequence[int]]] = (
     ("dpmpp_2m_sde", "stickers_sde", (20, 12, 8)),
     ("second pass, dpmpp_2m", "stickers_second", (8,)),
     ("second pass, dpmpp_2m_sde", "stickers_second_sde", (8,)),
+    ("dpmpp_2m, SD 1.5's layout", "stickers_sd15", (20, 8)),
+    ("second pass, dpmpp_2m, SD 1.5's layout", "stickers_sd15_second", (8,)),
 )
 """What the table of shallow steps shows: words for the sampler, judge, and numbers of steps."""
 

@@ -197,7 +197,6 @@ BENCHES = {
     "stickers_second": _second_stickers("dpmpp_2m"),
     "stickers_second_sde": _second_stickers("dpmpp_2m_sde"),
     "stickers_sd15": _stickers("dpmpp_2m", load=sticker_unet_sd15.load),
-    "stickers_sd15_sde": _stickers("dpmpp_2m_sde", load=sticker_unet_sd15.load),
     "stickers_sd15_second": _second_stickers("dpmpp_2m", load=sticker_unet_sd15.load),
     "image": Bench(SceneJudge, options.of_transformer, (8, 20)),
     "few": Bench(_FEW, options.of_transformer, (4, 8)),

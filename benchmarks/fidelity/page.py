@@ -44,7 +44,6 @@ JUDGES = {
     "stickers_second": "Second passes of the same UNet, denoise 0.5, sampled by dpmpp_2m",
     "stickers_second_sde": "The same passes, sampled by dpmpp_2m_sde",
     "stickers_sd15": "Stickers of a UNet with SD 1.5's layout, guidance 5",
-    "stickers_sd15_sde": "The same, sampled by dpmpp_2m_sde",
     "stickers_sd15_second": "Second passes of the same UNet, denoise 0.5, sampled by dpmpp_2m",
     "image": "Pictures of a transformer, with guidance",
     "few": "The same distilled to four steps, without guidance",
@@ -58,7 +57,7 @@ JUDGES = {
 SHOWN = "pictures", "hires", "image", "few", "second", "video", "edit"
 """Judges whose pictures are shown. The others sample otherwise with the model of one of these, or
 were asked a few questions only."""
-TRAINED_FIRST = "stickers_sd15", "stickers_sd15_sde", "stickers_sd15_second"
+TRAINED_FIRST = "stickers_sd15", "stickers_sd15_second"
 """Judges whose models have to be trained first."""
 _OF_UNETS = {
     "A UNet, 20 steps, guidance 2": ("pictures", "20"),

@@ -535,6 +535,16 @@ def test_blocks_that_bring_in_weights_for_the_next_all_run(case, log_messages, m
     assert reasons.STREAMED in log_messages()[-1]
 
 
+@pytest.mark.parametrize(("size", "is_whole"), [(1, False), (3, True)])
+def test_blocks_that_are_brought_in_with_others_are_not_left_out(case, size, is_whole):
+    """The outermost block comes in when the first one of its group is called."""
+    case.network.enable_group_offload("cpu", offload_type="block_level", num_blocks_per_group=size)
+    seen = watch(case.network)
+    tome_nodes.apply_patch(case.pipeline, 0.6, preset="fast")
+    case(STEPS)
+    assert whole_of(seen) == ([*range(STEPS)] if is_whole else WHOLE)
+
+
 @pytest.mark.parametrize("way", ["before", "compile_repeated_blocks"])
 def test_torch_compile_makes_whole_graphs_once(fresh_compiler, way):
     case = of("Euler", partial(sd15, COMPILED[way]))

@@ -313,6 +313,17 @@ def test_without_memory_in_a_shallow_step_the_run_goes_on_whole(sdxl, monkeypatc
     assert overridden(sdxl) == []
 
 
+def test_a_hook_on_a_layer_that_is_left_out_makes_the_rest_whole(sdxl, log_messages):
+    patched, layer = attach(sdxl, fast()), sdxl.model.diffusion_model.middle_block[0]
+    with layer.register_forward_hook(lambda _, __, h: h + torch.ones(h.shape[1] or 64, 1, 1)):
+        assert run(patched).isfinite().all()
+    assert not shallow_of(patched)
+    (said,) = [line for line in log_messages() if line.endswith("goes on without shallow steps")]
+    assert "a shallow step failed (RuntimeError: " in said
+    run(patched)
+    assert shallow_of(patched) == PLANNED
+
+
 def test_nothing_is_kept_of_a_run(sdxl, monkeypatch):
     kept = []
     keep = Features.keep
