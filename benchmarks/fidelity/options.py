@@ -71,10 +71,10 @@ def of_unet(steps: int) -> list[Option]:
     ]
 
 
-def of_other_runs(steps: int, fewer: slice = slice(1, 4)) -> list[Option]:
-    """The few options that are asked under other samplers, guidance and noise, and of trials."""
+def of_other_runs(steps: int) -> list[Option]:
+    """The few options that are asked under other guidance."""
     return [
-        *_fewer(steps, fewer),
+        *_fewer(steps, slice(1, 4)),
         *_merged_fewer(steps),
         _tomesd(),
         *_presets({"balanced": (0.6,), "fast": (0.6,)}),

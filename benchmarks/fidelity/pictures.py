@@ -115,11 +115,10 @@ class PictureJudge(Judge):
         steps: int,
         guidance: float = 2.0,
         photos: int = len(denoiser.NAMES),
-        sampler: str = "dpmpp_2m",
     ):
         self.photos = photos
         self.crops = denoiser.held_out_crops(self.photos)
-        super().__init__(denoiser.load(), steps, guidance, sampler)
+        super().__init__(denoiser.load(), steps, guidance, "dpmpp_2m")
 
     def batch(self) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """A crop of each photo."""
@@ -137,17 +136,11 @@ class PictureJudge(Judge):
 class HighResolutionJudge(PictureJudge):
     """The same model in a second pass, over its own picture scaled up to twice the side."""
 
-    def __init__(
-        self,
-        steps: int,
-        guidance: float = 3.0,
-        photo: int = 0,
-        sampler: str = "dpmpp_2m",
-        denoise: float = 0.5,
-    ):
+    denoise = 0.5
+
+    def __init__(self, steps: int, guidance: float = 3.0, photo: int = 0):
         """``photo`` is the index of a photo in :data:`benchmarks.fidelity.denoiser.NAMES`."""
-        super().__init__(steps, guidance, photo + 1, sampler)
-        self.denoise = denoise
+        super().__init__(steps, guidance, photo + 1)
         first = PictureJudge(12, guidance, photo + 1)
         picture = first.latent(first.model)[photo:]
         self._begin = F.interpolate(picture, scale_factor=2.0, mode="bicubic")

@@ -37,11 +37,7 @@ from .step_count import StepCount
 
 
 class ForecastPart:
-    """Forecasts steps of one sampling run.
-
-    Attributes:
-        forecasts: its forecasts.
-    """
+    """Forecasts steps of one sampling run."""
 
     def __init__(
         self,
@@ -59,7 +55,7 @@ class ForecastPart:
         text on what was done.
         """
         schedule = steps.schedule
-        self.forecasts = Forecasts(config.ratio)
+        self._forecasts = Forecasts(config.ratio)
         self._steps = steps
         self._shown = 0
         self._config = config
@@ -85,9 +81,9 @@ class ForecastPart:
     @property
     def reason(self) -> str | None:
         """Why nothing was forecast; None if something was."""
-        if self.forecasts.steps:
+        if self._forecasts.steps:
             return None
-        reason = self._reason or self.forecasts.reason
+        reason = self._reason or self._forecasts.reason
         if reason != reasons.UNEVEN:
             return reason
         return reasons.uneven(
@@ -105,7 +101,7 @@ class ForecastPart:
         if not self._shown:
             return []
         counts = Counts(self._steps.total)
-        counts.forecast_steps = self.forecasts.steps
+        counts.forecast_steps = self._forecasts.steps
         name = type(self._guider.model_patcher.model.model_config).__name__
         return [forecast_record(name, self._config, counts, self.reason, self._steps.begun)]
 
@@ -115,12 +111,12 @@ class ForecastPart:
         x, sigma = args[0], float(args[1].max())
         self._steps.begin(args[1].device)
         step = self._step(sigma, options_of(args, kwargs))
-        answer = None if step is None else self.forecasts.predict(step, x)
+        answer = None if step is None else self._forecasts.predict(step, x)
         self._show(answer is not None)
         if answer is not None:
             return answer
         answer = executor(*args, **kwargs)
-        return answer if step is None else self.forecasts.observe(step, answer)
+        return answer if step is None else self._forecasts.observe(step, answer)
 
     def _step(self, sigma: float, options: Mapping[str, Any]) -> ForecastStep | None:
         """The step of an evaluation; None if nothing is forecast any more."""

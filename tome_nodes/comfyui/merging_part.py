@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .. import reasons
 from ..patching.deep_blocks import DeepBlocks
-from ..patching.engine import MakeStrategy, first_line
+from ..patching.engine import MakeStrategy
 from ..patching.model import uncompiled
 from ..patching.model_run import ModelRun, Request, why_stopped
 from ..patching.schedule import MergingStep, is_active, progress_at
@@ -167,10 +167,7 @@ class MergingPart:
         except InterruptProcessingException:
             raise
         except Exception as error:
-            why = why_stopped(error)
-            if why is None and given is not None:
-                # If that is not why, it fails again.
-                why = reasons.shallow_failed(f"{type(error).__name__}: {first_line(error)}")
+            why = why_stopped(error, given is not None)
             if why is None:
                 raise
             given = came = None

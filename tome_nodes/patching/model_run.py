@@ -286,13 +286,19 @@ class ModelRun:
         return self._engines[place]
 
 
-def why_stopped(error: Exception) -> str | None:
-    """The reason to run as the plain model after an error; None if that would not help."""
+def why_stopped(error: Exception, is_shallow: bool = False) -> str | None:
+    """The reason to run as the plain model after an error; None if that would not help.
+
+    If a shallow evaluation failed, the whole one helps, or fails in the same way.
+    """
     if isinstance(error, torch.OutOfMemoryError):
         return reasons.NO_MEMORY
     # By name, as importing the compiler takes seconds.
-    if not any(kind.__module__.startswith("torch._dynamo") for kind in type(error).__mro__):
-        return None
-    # If a backend has failed, its own error.
-    inner = getattr(error, "inner_exception", error)
-    return reasons.not_compiled(f"{type(inner).__name__}: {first_line(inner)}")
+    if any(kind.__module__.startswith("torch._dynamo") for kind in type(error).__mro__):
+        # If a backend has failed, its own error.
+        return reasons.not_compiled(_in_words(getattr(error, "inner_exception", error)))
+    return reasons.shallow_failed(_in_words(error)) if is_shallow else None
+
+
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {first_line(error)}"

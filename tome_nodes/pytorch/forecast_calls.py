@@ -13,7 +13,6 @@ from torch._dynamo.decorators import skip
 
 from ..settings.config import ToMeConfig
 from .flow_call import FlowCall, flow_call
-from .log_once import log
 from .patched_calls import PatchedCalls
 from .pipeline_runs import PipelineRun, PipelineRuns
 
@@ -80,18 +79,7 @@ class ForecastCalls(PatchedCalls):
             if corrected is not denoised:
                 answer = call.returned(corrected, run.noise, self._kind)
         if run.is_last_step:
-            self._report(run)
+            self._runs.once.report(run.finish)
             if run.is_over:
                 self._runs.end()
         return answer
-
-    def _report(self, run: PipelineRun) -> None:
-        """Log what was forecast in a run. An error is logged, and costs no picture."""
-        try:
-            record = run.finish()
-            if self._runs.once.is_new(record.line):
-                record.log()
-        except Exception as error:
-            log.warning(
-                "[ToMe] the report of this run is missing: %s: %s", type(error).__name__, error
-            )

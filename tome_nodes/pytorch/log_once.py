@@ -1,7 +1,9 @@
 """What is logged once."""
 
 import logging
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+
+from ..report.run_record import RunRecord
 
 log = logging.getLogger("tome_nodes")
 
@@ -25,3 +27,15 @@ class LogOnce:
     def warn(self, line: str) -> None:
         if self.is_new(line):
             log.warning("[ToMe] %s", line)
+
+    def report(self, finish: Callable[[], RunRecord]) -> None:
+        """Log the record of a run, unless its line is known. An error is logged, too, and costs no
+        picture."""
+        try:
+            record = finish()
+            if self.is_new(record.line):
+                record.log()
+        except Exception as error:
+            log.warning(
+                "[ToMe] the report of this run is missing: %s: %s", type(error).__name__, error
+            )

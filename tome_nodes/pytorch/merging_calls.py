@@ -16,7 +16,7 @@ from torch._dynamo.decorators import skip
 
 from .. import reasons
 from ..patching.compiling import with_graphs_so_far
-from ..patching.engine import MakeStrategy, first_line
+from ..patching.engine import MakeStrategy
 from ..patching.evaluation import Observer, Result
 from ..patching.model_run import ModelRun, Request, why_stopped
 from ..patching.schedule import MergingStep, is_active, progress_at
@@ -237,10 +237,7 @@ class MergingCalls(PatchedCalls):
     @torch.compiler.disable
     def _stopped(self, error: Exception, is_shallow: bool) -> str | None:
         """Why the rest of this run is whole after an error; None if that would not help."""
-        why = why_stopped(error)
-        if why is None and is_shallow:
-            # If that is not why, it fails again.
-            why = reasons.shallow_failed(f"{type(error).__name__}: {first_line(error)}")
+        why = why_stopped(error, is_shallow)
         if why is not None and self._run is not None:
             log.warning("[ToMe] %s; the rest of this run goes on without shallow steps", why)
             self._run.stop(why)
@@ -287,21 +284,17 @@ class MergingCalls(PatchedCalls):
             self._once.info(f"{record.line}; {record.gain.words}")
 
     def _report_run(self, run: UNetRun) -> None:
-        """Log what was done in a run, once. An error is logged, and costs no picture."""
-        if run.is_reported:
-            return
-        run.is_reported = True
-        try:
-            run.counts.total_steps = run.index + 1
-            record = self._finish(run.counts, run.begun)
-            if not run.counts.shallow_steps:
-                record = replace(record, unshallow=self._unshallow(run))
-            if self._once.is_new(record.line):
-                record.log()
-        except Exception as error:
-            log.warning(
-                "[ToMe] the report of this run is missing: %s: %s", type(error).__name__, error
-            )
+        """Log what was done in a run, once."""
+        if not run.is_reported:
+            run.is_reported = True
+            self._once.report(lambda: self._record_of(run))
+
+    def _record_of(self, run: UNetRun) -> RunRecord:
+        run.counts.total_steps = run.index + 1
+        record = self._finish(run.counts, run.begun)
+        if run.counts.shallow_steps:
+            return record
+        return replace(record, unshallow=self._unshallow(run))
 
     def _unshallow(self, run: UNetRun) -> str:
         """Why no evaluation of a run was shallow, as far as is known."""

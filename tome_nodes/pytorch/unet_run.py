@@ -8,6 +8,7 @@ of the pipeline, if its timesteps are those of the calls; else it is estimated.
 import math
 import time
 from collections.abc import Hashable, Sequence
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -45,7 +46,6 @@ class UNetRun:
         counts: counts what is done in it.
         begun: when each evaluation began, in seconds.
         index: the number of the latest evaluation, from 0.
-        first: the first timestep.
         is_known: whether the scheduler has the timesteps so far, and so those that follow.
         was_active: whether any evaluation was between ``start_percent`` and ``end_percent``.
         obstacle: why no evaluation is shallow; None if one may be.
@@ -66,7 +66,6 @@ class UNetRun:
         self._given = getattr(self._scheduler, "timesteps", None)
         self._known, self._places = _known(self._scheduler)
         self._levels = levels
-        self._log_snrs = _log_snrs(self._scheduler)
         self._times: list[float] = []
         self._gap = 0.0
         self._ratio = config.shallow_ratio
@@ -122,6 +121,7 @@ class UNetRun:
 
     @property
     def first(self) -> float:
+        """The first timestep."""
         return self._times[0]
 
     @property
@@ -215,6 +215,11 @@ class UNetRun:
     def _is_same(self, known: float, timestep: float) -> bool:
         span = self._known[0] - self._known[-1]
         return abs(known - timestep) <= max(_ROUNDING * abs(known), span / 2000)
+
+    @cached_property
+    def _log_snrs(self) -> Sequence[float]:
+        """See :func:`_log_snrs`; not needed where the scheduler tells noise levels."""
+        return _log_snrs(self._scheduler)
 
     def _place(self, timestep: float) -> float:
         """The logarithm of signal to noise at a timestep."""
