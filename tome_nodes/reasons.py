@@ -112,13 +112,13 @@ FORECAST_PERCENTS = (
 )
 
 CHANGES = (
-    "prompts, guidance, control or the model change, or something else leaves out steps, so often "
-    "that no two steps in a row tell the next; leave ToMe out"
+    "prompts, control, context windows, the latent or the model change, or something else leaves "
+    "out steps, so often that no two steps in a row tell the next; leave ToMe out"
 )
 
 NEVER_SHALLOW = (
-    "prompts, guidance, control or the model change in every step, or the sampler does not say how "
-    "often it runs the model; take another sampler, or leave ToMe out"
+    "prompts, control, context windows, the latent or the model change in every step, or the "
+    "sampler does not say how often it runs the model; take another sampler, or leave ToMe out"
 )
 
 TURNS = (
@@ -136,19 +136,14 @@ CACHE = (
     "EasyCache or LazyCache skips steps of this run by its own measure; remove one of the two nodes"
 )
 
-MOVING_WINDOWS = (
-    "context windows that move from step to step make its answers jump; take a schedule of windows "
-    "that stay, such as standard_static"
+MOMENTUM = (
+    "guidance adds what it keeps from step to step, as APG does with a momentum; set the momentum "
+    "to 0, or leave the node out"
 )
 
 MOVING_MASK = (
     "a mask that changes from step to step, as in Differential Diffusion, replaces other parts of "
     "the picture each time; leave the node out"
-)
-
-MOMENTUM = (
-    "guidance with momentum, as in APG, builds on every step; set the momentum to 0, or leave the "
-    "node out"
 )
 
 STREAMED = (
@@ -304,14 +299,6 @@ def sampler_needs(name: str, least: int, instead: Sequence[str]) -> str:
 def several(instead: Sequence[str]) -> str:
     """For a sampler that evaluates a step more than once."""
     return f"this sampler runs the model more than once a step; {_take(instead)}"
-
-
-def unguided(instead: Sequence[str]) -> str:
-    """For a sampler that sees the parts of a guided answer."""
-    return (
-        "this sampler looks at the answer without guidance, which a forecast does not have; "
-        f"{_take(instead)}"
-    )
 
 
 def uneven(scheduler: str | None) -> str:

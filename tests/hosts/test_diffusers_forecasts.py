@@ -336,7 +336,13 @@ def multistep(kind, **options):
 )
 def test_what_is_forecast_under_a_scheduler(scheduler, steps, running, is_corrected, monkeypatch):
     changed = []
-    monkeypatch.setattr(forecasts, "_corrected", lambda *args: changed.append(args))
+    added = forecasts._Correction.added
+
+    def watched(correction, denoised):
+        changed.append(denoised)
+        return added(correction, denoised)
+
+    monkeypatch.setattr(forecasts._Correction, "added", watched)
     case = sd3()
     case.pipeline.scheduler = scheduler
     counts = calls_by_step(case)

@@ -65,7 +65,7 @@ def test_the_model_is_left_out_where_a_straight_line_takes_its_place(
 ):
     model = models(kind)
     patched, answers = seen(attach(model, fast()))
-    monkeypatch.setattr(forecasts, "_corrected", lambda *_: None)
+    monkeypatch.setattr(forecasts, "_correction", lambda *_: None)
     forecast = sampled(patched, 6, kind)
     # The rival puts the line in place of the guided answer, which is the same as of both parts.
     expected = sampled(rivals.forecast()(model), 6, kind)
@@ -143,7 +143,6 @@ def test_a_run_that_cannot_be_forecast_is_the_plain_one(flux, log_messages, step
     [
         ("heun", reasons.several(GOOD)),
         ("seeds_2", reasons.several(GOOD)),
-        ("euler_cfg_pp", reasons.unguided(GOOD)),
     ],
 )
 def test_a_run_shows_what_a_sampler_does_whatever_its_name(
@@ -215,7 +214,7 @@ def moving_windows(model):
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("moving windows", reasons.MOVING_WINDOWS),
+        ("moving windows", reasons.CHANGES),
         ("ContextWindowsManual", None),
         ("DifferentialDiffusion", reasons.MOVING_MASK),
         ("EasyCache", reasons.CACHE),
@@ -300,7 +299,8 @@ def test_nothing_is_kept_of_a_run(flux, monkeypatch):
 
     def watched(self, step, denoised, call=0):
         answer = observe(self, step, denoised, call)
-        kept.extend(weakref.ref(known.denoised) for known in self._lines[0].answers)
+        (line,) = self._lines.values()
+        kept.extend(weakref.ref(known.denoised) for known in line.answers)
         alive = {id(latent()) for latent in kept if latent() is not None}
         assert len(alive) <= 2
         return answer

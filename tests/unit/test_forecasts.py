@@ -101,9 +101,16 @@ ONE, CHANGE = latent(), 0.1 * latent(1)
 KNOWN = ((0, -4.0, ONE), (1, -2.0, ONE + CHANGE))
 
 
+def predicted(kept, step, latent, call=0):
+    """The forecast of a call, the first of which begins the step."""
+    if call == 0:
+        kept.begin(step, latent)
+    return kept.predict(step, call)
+
+
 def run(kept, step, answer, call=0):
     """A call in a step that has to run, and what the sampler gets."""
-    assert kept.predict(step, answer, call) is None
+    assert predicted(kept, step, answer, call) is None
     return kept.observe(step, answer, call)
 
 
@@ -111,7 +118,7 @@ def letters(kept, steps):
     """Which of these steps ran and which were forecast, given what a run of them would answer."""
     line = ""
     for step, answer in steps:
-        is_run = kept.predict(step, ONE) is None
+        is_run = predicted(kept, step, ONE) is None
         line += "R" if is_run else "F"
         if is_run:
             kept.observe(step, answer)
@@ -129,25 +136,25 @@ def after(*answers, ratio=0.6, **others):
 def test_a_forecast_goes_on_in_the_direction_of_the_last_change():
     kept = after(*KNOWN)
     assert kept.reason is not None
-    forecast = kept.predict(at(2, 1.0), ONE)
+    forecast = predicted(kept, at(2, 1.0), ONE)
     # The last change was over 2, the forecast is over 3, of which 0.7 is taken.
     assert torch.allclose(forecast, ONE + CHANGE * (1 + 0.7 * 1.5), atol=1e-6)
     assert kept.steps == {2} and kept.reason is None
-    assert kept.predict(at(3, 1.5), ONE) is None
+    assert predicted(kept, at(3, 1.5), ONE) is None
 
 
 def test_a_forecast_adds_at_most_three_times_the_last_change():
-    forecast = after(*KNOWN).predict(at(2, 90.0), ONE)
+    forecast = predicted(after(*KNOWN), at(2, 90.0), ONE)
     assert torch.allclose(forecast, ONE + CHANGE * 4, atol=1e-5)
 
 
 def test_two_answers_too_close_in_noise_count_as_one():
     last = ONE + 2 * CHANGE
     kept = after((0, -4.0, latent(3)), (1, -3.99, ONE), (2, -2.0, last), count=7, ratio=1)
-    forecast = kept.predict(at(3, 0.0, 7), ONE)
+    forecast = predicted(kept, at(3, 0.0, 7), ONE)
     assert torch.allclose(forecast, torch.lerp(ONE, last, 1 + 0.7 * 2 / 1.99), atol=1e-5)
     alone = after((0, -2.0, ONE), (1, -2.0, last))
-    assert alone.predict(at(2, 0.0), ONE) is None
+    assert predicted(alone, at(2, 0.0), ONE) is None
 
 
 @pytest.mark.parametrize(("change", "forecast"), [(0.1, "FRFRF"), (0.2, "RFRRF")])
@@ -163,7 +170,7 @@ def test_a_run_is_settled_if_its_first_answers_hardly_differ(change, forecast):
 )
 def test_short_edits_are_not_forecast(count, from_noise, is_forecast):
     kept = after(*KNOWN, ratio=1.0, count=count, from_noise=from_noise)
-    forecast = kept.predict(at(2, 1.0, count, from_noise=from_noise), ONE)
+    forecast = predicted(kept, at(2, 1.0, count, from_noise=from_noise), ONE)
     assert (forecast is not None) == is_forecast
     assert kept.reason == (None if is_forecast else reasons.EDIT)
 
@@ -179,8 +186,8 @@ def test_short_edits_are_not_forecast(count, from_noise, is_forecast):
 )
 def test_such_a_run_is_not_settled(answers, count):
     for fewer in (8, 15):
-        assert after(*KNOWN, count=fewer).predict(at(2, 1.0, fewer), ONE) is not None
-    assert after(*answers, count=count).predict(at(2, 1.0, count), ONE) is None
+        assert predicted(after(*KNOWN, count=fewer), at(2, 1.0, fewer), ONE) is not None
+    assert predicted(after(*answers, count=count), at(2, 1.0, count), ONE) is None
 
 
 @pytest.mark.parametrize(
@@ -201,7 +208,7 @@ def test_an_answer_makes_up_for_the_errors_of_the_forecasts_before_it(shares, we
     others = {"count": 3 + len(levels), "from_noise": False}
     kept, lacking = after(*KNOWN, ratio=1.0, **others), 0.0
     for index, (level, share) in enumerate(zip(levels, shares, strict=False), start=2):
-        forecast = kept.predict(at(index, level, latent_share=share, **others), ONE)
+        forecast = predicted(kept, at(index, level, latent_share=share, **others), ONE)
         # The second answer is at a level of -2, this one at 2.
         between = ONE + CHANGE * (1 + (level + 2) / 4)
         lacking = share * lacking + (1 - share) * (between - forecast)
@@ -214,7 +221,7 @@ def test_an_answer_makes_up_for_the_errors_of_the_forecasts_before_it(shares, we
 def test_an_answer_makes_up_for_a_forecast_once():
     kept = after(*KNOWN, count=8, from_noise=False)
     answers = [ONE + share * CHANGE for share in (3, 4)]
-    assert kept.predict(at(2, 1.0, 8, latent_share=0.8, from_noise=False), ONE) is not None
+    assert predicted(kept, at(2, 1.0, 8, latent_share=0.8, from_noise=False), ONE) is not None
     first = run(kept, at(3, 2.0, 8, latent_share=0.7, from_noise=False), answers[0])
     assert not torch.equal(first, answers[0])
     # The step that was to be forecast runs, as another node takes part.
@@ -234,7 +241,7 @@ def test_an_answer_makes_up_for_a_forecast_once():
 )
 def test_an_answer_stays_as_it_is_where_nothing_is_known_of(share, last_share, index, level):
     kept = after(*KNOWN)
-    assert kept.predict(at(2, min(level, 1.0), latent_share=share), ONE) is not None
+    assert predicted(kept, at(2, min(level, 1.0), latent_share=share), ONE) is not None
     answer = ONE + 2 * CHANGE
     assert run(kept, at(index, level, latent_share=last_share), answer) is answer
 
@@ -246,8 +253,8 @@ def test_what_was_answered_is_kept_even_if_the_host_changes_it():
     answer = ONE + CHANGE
     kept = after(KNOWN[0], (1, -2.0, answer))
     answer.zero_()
-    expected = after(*KNOWN).predict(at(2, 1.0), ONE)
-    assert torch.equal(kept.predict(at(2, 1.0), ONE), expected)
+    expected = predicted(after(*KNOWN), at(2, 1.0), ONE)
+    assert torch.equal(predicted(kept, at(2, 1.0), ONE), expected)
 
 
 @pytest.mark.parametrize(
@@ -262,21 +269,21 @@ def test_what_was_answered_is_kept_even_if_the_host_changes_it():
     ids=str,
 )
 def test_the_model_runs_where_the_course_changes(change):
-    assert after(*KNOWN).predict(at(2, 1.0), ONE) is not None
-    assert after(*KNOWN).predict(replace(at(2, 1.0), **change), ONE) is None
+    assert predicted(after(*KNOWN), at(2, 1.0), ONE) is not None
+    assert predicted(after(*KNOWN), replace(at(2, 1.0), **change), ONE) is None
 
 
 @pytest.mark.parametrize("other", [ONE[:1], ONE.double()], ids=["batch", "dtype"])
 def test_the_model_runs_where_the_latent_changes(other):
-    assert after(*KNOWN).predict(at(2, 1.0), other) is None
+    assert predicted(after(*KNOWN), at(2, 1.0), other) is None
 
 
 def test_after_a_change_two_steps_run_before_the_next_forecast():
     kept = after(*KNOWN, count=7, ratio=1.0)
-    assert kept.predict(at(2, -1.0, 7), ONE) is not None
+    assert predicted(kept, at(2, -1.0, 7), ONE) is not None
     for index in (3, 4):
         run(kept, at(index, float(index), 7, conditions="another prompt"), ONE + index * CHANGE)
-    forecast = kept.predict(at(5, 5.0, 7, conditions="another prompt"), ONE)
+    forecast = predicted(kept, at(5, 5.0, 7, conditions="another prompt"), ONE)
     assert torch.allclose(forecast, ONE + 4.7 * CHANGE, atol=1e-5)
 
 
@@ -288,7 +295,7 @@ def test_the_model_runs_where_answers_take_back_half_of_a_change(back, is_foreca
     answers = (ONE, ONE + change, third)
     kept = after(*((index, index - 4.0, answer) for index, answer in enumerate(answers)), count=8)
     step = at(3, 0.0, 8)
-    assert (kept.predict(step, ONE) is not None) == is_forecast
+    assert (predicted(kept, step, ONE) is not None) == is_forecast
     assert kept.reason == (None if is_forecast else reasons.TURNS)
 
 
@@ -349,16 +356,16 @@ def test_a_run_in_which_another_node_leaves_out_the_steps_says_so():
 def test_nothing_is_forecast_while_gradients_are_computed_and_answers_are_not_kept():
     with torch.enable_grad():
         kept = after(*KNOWN)
-        assert kept.predict(at(2, 1.0), ONE) is None
+        assert predicted(kept, at(2, 1.0), ONE) is None
     assert kept.reason == reasons.FORECAST_GRADIENTS
-    assert kept.predict(at(2, 1.0), ONE) is None
+    assert predicted(kept, at(2, 1.0), ONE) is None
 
 
 def two_calls(kept, index, *answers, count=6):
     """A step of several calls; whether they were forecast."""
     step, are_forecast = at(index, 2.0 * index - 4, count), []
     for call, answer in enumerate(answers):
-        are_forecast.append(kept.predict(step, answer, call) is not None)
+        are_forecast.append(predicted(kept, step, answer, call) is not None)
         if not are_forecast[-1]:
             kept.observe(step, answer, call)
     return are_forecast
@@ -393,8 +400,8 @@ def test_each_call_has_its_own_line():
     for index in range(2):
         two_calls(kept, index, ONE * index, CHANGE * index)
     step = at(2, 0.0)
-    assert torch.allclose(kept.predict(step, ONE, 0), ONE * 1.7, atol=1e-6)
-    assert torch.allclose(kept.predict(step, ONE, 1), CHANGE * 1.7, atol=1e-6)
+    assert torch.allclose(predicted(kept, step, ONE, 0), ONE * 1.7, atol=1e-6)
+    assert torch.allclose(predicted(kept, step, ONE, 1), CHANGE * 1.7, atol=1e-6)
 
 
 @pytest.mark.parametrize(

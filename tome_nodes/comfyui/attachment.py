@@ -23,6 +23,7 @@ from ..settings.config import ToMeConfig
 from ..strategies import make_strategy
 from . import host_checks, run_log, workflow
 from .forecast_part import ForecastPart, function_of
+from .guided_answers import Latents
 from .merging_part import MergingPart, apply_model
 from .model_report import guarded
 from .models import check_forecasts, is_of_video, is_unet, record_of
@@ -193,17 +194,18 @@ class _Attachment:
         """A sampling run with some arguments of ``CFGGuider.outer_sample``."""
         config, schedule = self.config, given["sigmas"].tolist()
         sampler = function_of(given["sampler"])
+        latents = Latents(sampler, given["denoise_mask"], guider.model_options)
         steps = StepCount(schedule, sampler, reads_levels=not self.merges)
         if not self.merges:
             forecasting = ForecastPart(
-                *(config, guider, sampler, steps),
+                *(config, guider, sampler, steps, latents),
                 starts_empty=is_empty(given["latent_image"]),
                 on_step=None if self.on_step is None else guarded(self.on_step),
             )
             return SamplingRun(steps, forecasting=forecasting)
         shallow = None
         if self._may_be_shallow(guider):
-            shallow = ShallowPart(config, guider, sampler, steps)
+            shallow = ShallowPart(config, guider, sampler, steps, latents)
         with_details = self.wants_details is not None and self.wants_details()
         merging = MergingPart(
             *(config, self.make_strategy, self.on_step, with_details, steps, shallow)

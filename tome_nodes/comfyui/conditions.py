@@ -1,31 +1,26 @@
-"""What decides the guided answer of a step, besides the noise.
+"""What decides the answers of a step, besides the noise.
 
 A forecast goes on only while it stays the same. It is read from the guider, and follows ComfyUI's
 ``get_area_and_mult`` and ``ControlBase.get_control``.
 """
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
-GUIDANCE = ("sampler_cfg_function", "sampler_pre_cfg_function", "sampler_post_cfg_function")
+_GUIDANCE = ("sampler_cfg_function", "sampler_pre_cfg_function", "sampler_post_cfg_function")
 """The model options with functions that see or change the parts of a guided answer."""
 
 
 def conditions_of(guider: Any, options: Mapping[str, Any], sigma: float) -> Hashable:
-    """The guidance scales and ranges, the active conditions with their control, and hooks.
+    """The active conditions with their control and hooks, and the ranges of functions.
 
     Args:
         guider: the guider of the run, within its wrappers.
         options: the model options of the answer.
         sigma: the noise level that the model is told.
     """
-    scales = [
-        (name, value)
-        for name, value in sorted(vars(guider).items())
-        if isinstance(value, int | float)
-    ]
     prompts: Mapping[str, Any] = getattr(guider, "conds", None) or {}
     active = [
         (name, *_of_condition(condition, sigma))
@@ -33,19 +28,19 @@ def conditions_of(guider: Any, options: Mapping[str, Any], sigma: float) -> Hash
         for condition in of_name or ()
         if _is_active(condition, sigma)
     ]
-    return tuple(scales), tuple(active), tuple(_ranges(options, sigma))
+    return tuple(active), tuple(_ranges(options, sigma))
 
 
-def has_momentum(options: Mapping[str, Any]) -> bool:
-    """Whether guidance builds on its earlier steps, as APG does with a momentum."""
-    names = (noted for function in _guidance(options) for noted in _enclosed(function))
-    return any(name == "momentum" and value for name, value in names)
+def names_of(conditions: Iterable[Mapping[str, Any]]) -> tuple[Hashable, ...]:
+    """What tells some conditions from others."""
+    return tuple(condition.get("uuid", id(condition)) for condition in conditions)
 
 
 def _ranges(options: Mapping[str, Any], sigma: float) -> Iterator[Hashable]:
-    """On which side of their bounds functions are that guide, or change the inside of the model.
+    """For each function with a bound on the noise, whether the noise is above it.
 
-    The bounds are kept nowhere but in what such functions hold, by names such as ``sigma_start``.
+    Such functions guide, or change the inside of the model. Their bounds are kept nowhere but in
+    what they hold, by names such as ``sigma_start``.
     """
     for function in (*_guidance(options), *_patches(options)):
         for name, value in _kept_by(function):
@@ -54,7 +49,7 @@ def _ranges(options: Mapping[str, Any], sigma: float) -> Iterator[Hashable]:
 
 
 def _guidance(options: Mapping[str, Any]) -> Iterator[Any]:
-    for name in GUIDANCE:
+    for name in _GUIDANCE:
         functions = options.get(name) or ()
         yield from functions if isinstance(functions, list) else [functions]
 
@@ -71,7 +66,7 @@ def _patches(options: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _kept_by(function: Any) -> Iterator[tuple[str, float]]:
-    """The names and values of numbers that a function, or the object that it is, goes by."""
+    """The numbers that a function keeps: in its closure, its attributes, or given in advance."""
     owner = getattr(function, "__self__", function)
     given = function.keywords if isinstance(function, partial) else {}
     for kept in (_enclosed(function), getattr(owner, "__dict__", {}).items(), given.items()):

@@ -1,16 +1,20 @@
 """Forecast steps of a sampling run in ComfyUI, for any model whose answer is a denoised latent.
 
-ComfyUI's sampler asks a guider for the guided answer of a step. That answer is what is forecast. So
-nothing has to be known about the model, and how many evaluations an answer takes does not matter.
+ComfyUI's sampler asks a guider for the guided answer of a step, and the guider makes it from the
+answers to its conditions. These are what is forecast, so guidance does to forecasts whatever it
+does to answers, and nothing has to be known about it, or about the model.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from comfy.model_sampling import CONST
-from comfy.patcher_extension import WrapperExecutor
+from comfy.patcher_extension import WrapperExecutor, WrappersMP
+from torch import Tensor
 
 from .. import reasons
 from ..forecasting.forecasts import Forecasts
@@ -26,13 +30,14 @@ from ..forecasting.steps import (
     log_snrs,
     steps_that_run,
 )
+from ..forecasting.trajectory import has_memory
 from ..patching.schedule import is_active
 from ..report.counts import Counts
 from ..report.run_record import RunRecord, forecast_record
 from ..settings.config import ToMeConfig
 from .advice import samplers_instead, scheduler_instead
-from .conditions import GUIDANCE, conditions_of, has_momentum
-from .guided_answers import has_moving_windows, is_cached, none_is_active, options_of, wrapped
+from .conditions import conditions_of, names_of
+from .guided_answers import Latents, is_cached, none_is_active, options_of, place_in, wrapped
 from .step_count import StepCount
 
 
@@ -45,18 +50,26 @@ class ForecastPart:
         guider: Any,
         sampler: str,
         steps: StepCount,
+        latents: Latents,
         starts_empty: bool,
         on_step: Callable[[str], None] | None,
     ):
         """Prepare a run whose steps are counted by ``steps``, under the sampler of this name.
 
-        The model options of ``guider``, ComfyUI's, are of this run alone. ``starts_empty`` is
+        ``latents`` follows the latents of the run. The model options of ``guider``, ComfyUI's, are
+        of this run alone. ``starts_empty`` is
         whether the latent holds no picture. ``on_step`` is called once in every step with a short
         text on what was done.
         """
         schedule = steps.schedule
         self._forecasts = Forecasts(config.ratio)
         self._steps = steps
+        self._latents = latents
+        self._step: ForecastStep | None = None
+        self._latent: Tensor | None = None
+        self._calls: Counter[Hashable] = Counter()
+        self._parts: list[Tensor] = []
+        self._before: list[Tensor] = []
         self._shown = 0
         self._config = config
         self._guider = guider
@@ -92,8 +105,12 @@ class ForecastPart:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Wrap the guided answers of the run, inside of all other wrappers."""
-        with wrapped(self._guider, self.predict_noise):
+        """Take part in the run; afterwards, no latent is kept of it."""
+        wrappers = {
+            WrappersMP.PREDICT_NOISE: self.predict_noise,
+            WrappersMP.CALC_COND_BATCH: self.calc_cond_batch,
+        }
+        with wrapped(self._guider, wrappers):
             yield
 
     def finish(self) -> list[RunRecord]:
@@ -108,26 +125,67 @@ class ForecastPart:
     def predict_noise(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
         """Wrap the guided answer of a step."""
         # Reading the noise level waits for the GPU.
-        x, sigma = args[0], float(args[1].max())
+        latent, sigma = args[0], float(args[1].max())
         self._steps.begin(args[1].device)
-        step = self._step(sigma, options_of(args, kwargs))
-        answer = None if step is None else self._forecasts.predict(step, x)
-        self._show(answer is not None)
-        if answer is not None:
-            return answer
+        step = self._step = self._step_of(latent, sigma, options_of(args, kwargs))
+        is_forecast = step is not None and self._forecasts.begin(step, latent)
+        self._show(is_forecast)
+        if step is None:
+            return executor(*args, **kwargs)
+        self._latent = latent
+        self._calls.clear()
+        self._parts = []
+        # Whoever else gets them may change them in place.
+        latent = latent.clone()
         answer = executor(*args, **kwargs)
-        return answer if step is None else self._forecasts.observe(step, answer)
+        kept = answer.clone()
+        self._latents.add(latent, kept)
+        self._forecasts.note_guided(step, kept)
+        before, self._before = self._before, self._parts
+        if len(before) == len(self._parts) > 0 and has_memory(kept, self._parts, before):
+            self._reason = reasons.MOMENTUM
+        return answer
 
-    def _step(self, sigma: float, options: Mapping[str, Any]) -> ForecastStep | None:
-        """The step of an evaluation; None if nothing is forecast any more."""
-        if self._reason is None:
-            self._reason = self._obstacle_in(options)
+    def calc_cond_batch(
+        self,
+        executor: WrapperExecutor,
+        model: Any,
+        conds: Sequence[Any],
+        x_in: Tensor,
+        timestep: Tensor,
+        model_options: Mapping[str, Any],
+    ) -> list[Tensor]:
+        """Wrap the answers to some conditions."""
+        step, latent = self._step, self._latent
+        if step is None or latent is None:
+            answers: list[Tensor] = executor(model, conds, x_in, timestep, model_options)
+            return answers
+        names = tuple(None if each is None else names_of(each) for each in conds)
+        known = id(model), names, place_in(x_in, latent)
+        self._calls[known] += 1
+        call = *known, self._calls[known]
+        found = self._forecasts.predict(step, call)
+        if found is None:
+            answers = executor(model, conds, x_in, timestep, model_options)
+            found = self._forecasts.observe(step, torch.stack([*answers]), call)
+        parts = [*found.unbind()]
+        if x_in.shape == latent.shape:
+            self._parts += parts
+        return parts
+
+    def _step_of(
+        self, latent: Tensor, sigma: float, options: Mapping[str, Any]
+    ) -> ForecastStep | None:
+        """The step of a noisy latent; None if nothing is forecast any more."""
+        if self._reason is None and self._answered == self._steps.done:
+            self._reason = reasons.several(self._instead)
         steps, index = self._steps, self._steps.done
         self._answered = index
         if self._reason is not None or index >= steps.total or sigma <= 0:
             return None
         # Some nodes report less noise than the schedule has, in a part of the run.
         is_true = math.isclose(sigma, steps.schedule[index], rel_tol=1e-4)
+        follows = self._latents.follow(latent, sigma)
         return ForecastStep(
             index=index,
             count=steps.total,
@@ -136,6 +194,7 @@ class ForecastPart:
             is_even=is_even(self._levels, index, self._faster),
             latent_share=latent_share(steps.schedule, index) if self._corrects else None,
             is_active=is_active(self._config, sigma, self._sampling.percent_to_sigma),
+            follows=follows is None or bool(follows),
             from_noise=self._from_noise,
         )
 
@@ -173,19 +232,7 @@ class ForecastPart:
             return reasons.CACHE
         if "denoise_mask_function" in options:
             return reasons.MOVING_MASK
-        if has_moving_windows(options):
-            return reasons.MOVING_WINDOWS
         return reasons.UNEVEN if self._begins_late(self._levels) else None
-
-    def _obstacle_in(self, options: Mapping[str, Any]) -> str | None:
-        """Why nothing can be forecast from this answer on, as its model options show."""
-        if self._answered == self._steps.done:
-            return reasons.several(self._instead)
-        own = self._guider.model_options
-        has_own_hook = any(options.get(name) != own.get(name) for name in GUIDANCE)
-        if has_own_hook:
-            return reasons.unguided(self._instead)
-        return reasons.MOMENTUM if has_momentum(options) else None
 
     def _show(self, is_forecast: bool) -> None:
         """Show what the step does, once."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from comfy.model_sampling import CONST
-from comfy.patcher_extension import WrapperExecutor
+from comfy.patcher_extension import WrapperExecutor, WrappersMP
 from torch import Tensor
 
 from .. import reasons
@@ -23,7 +23,7 @@ from ..settings.config import ToMeConfig
 from ..skipping.plan import LEAST_SNR, adds_noise, shortest
 from ..skipping.shallow_run import ShallowRun
 from .conditions import conditions_of
-from .guided_answers import has_moving_windows, is_cached, none_is_active, options_of, wrapped
+from .guided_answers import Latents, is_cached, none_is_active, options_of, place_in, wrapped
 from .shallow_call import Options
 from .step_count import StepCount
 
@@ -34,10 +34,13 @@ log = logging.getLogger("tome_nodes")
 class ShallowPart:
     """Decides which evaluations of one sampling run are shallow, and keeps features for them."""
 
-    def __init__(self, config: ToMeConfig, guider: Any, sampler: str, steps: StepCount):
+    def __init__(
+        self, config: ToMeConfig, guider: Any, sampler: str, steps: StepCount, latents: Latents
+    ):
         """Prepare a run whose steps are counted by ``steps``, under the sampler of this name.
 
-        The model options of ``guider``, ComfyUI's, are of this run alone.
+        ``latents`` follows the latents of the run. The model options of ``guider``, ComfyUI's, are
+        of this run alone.
         """
         self._config = config
         self._guider = guider
@@ -45,6 +48,10 @@ class ShallowPart:
         self._sampling: Any = guider.model_patcher.get_model_object("model_sampling")
         self._is_flow = isinstance(self._sampling, CONST)
         self._run = ShallowRun(config.shallow_ratio, goes_on=not adds_noise(sampler))
+        self._latents = latents
+        self._latent: Tensor | None = None
+        self._where: Hashable = None
+        self._followed: list[Tensor] = []
         self._answers = 0
         self._first_of_step: list[int] = []
         self._is_planned = False
@@ -65,21 +72,40 @@ class ShallowPart:
     def installed(self) -> Iterator[None]:
         """Take part in a run; afterwards, nothing is kept of it."""
         try:
-            with wrapped(self._guider, self.predict_noise):
+            wrappers = {
+                WrappersMP.PREDICT_NOISE: self.predict_noise,
+                WrappersMP.CALC_COND_BATCH: self.calc_cond_batch,
+            }
+            with wrapped(self._guider, wrappers):
                 yield
         finally:
             self._run.clear()
 
     def predict_noise(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
         """Wrap a guided answer, for which the model may be called several times."""
-        self._begin(args[1], options_of(args, kwargs))
-        return executor(*args, **kwargs)
+        if self._obstacle is not None:
+            return executor(*args, **kwargs)
+        latent = self._latent = args[0]
+        self._begin(latent, args[1], options_of(args, kwargs))
+        # Whoever else gets them may change them in place.
+        latent = latent.clone()
+        answer = executor(*args, **kwargs)
+        self._latents.add(latent, answer.clone())
+        return answer
+
+    def calc_cond_batch(
+        self, executor: WrapperExecutor, model: Any, conds: Any, x_in: Tensor, *others: Any
+    ) -> Any:
+        """Wrap the answers to some conditions, in a window of the latent or in all of it."""
+        self._where = None if self._latent is None else place_in(x_in, self._latent)
+        return executor(model, conds, x_in, *others)
 
     def stop(self, why: str) -> None:
         """Run the rest whole, and drop what is kept: memory may be short."""
         log.warning("[ToMe] %s; the rest of this run goes on without shallow steps", why)
         self._obstacle = why
         self._run.clear()
+        self._latents.clear()
 
     def keys_of(
         self, options: Options, shape: Sequence[int], device: torch.device
@@ -99,6 +125,8 @@ class ShallowPart:
         if self._obstacle is None and torch.is_grad_enabled():
             self._obstacle = reasons.FORECAST_GRADIENTS
         names = options.get("uuids") or options.get("cond_or_uncond") or [0]
+        if self._where is not None:
+            names = [(name, self._where) for name in names]
         # Another node may call the model for a part of them.
         return None if self._obstacle is not None else self._run.keys_of(names, shape, device)
 
@@ -111,7 +139,7 @@ class ShallowPart:
         if self._obstacle is None:
             self._run.keep(keys, came)
 
-    def _begin(self, sigma: Tensor, options: Mapping[str, Any]) -> None:
+    def _begin(self, latent: Tensor, sigma: Tensor, options: Mapping[str, Any]) -> None:
         """Begin a guided answer: decide whether it is shallow."""
         index, done = self._answers, self._steps.done
         self._answers += 1
@@ -130,6 +158,14 @@ class ShallowPart:
         self._place = log_snr(level, self._is_flow) if level > 0 else self._place
         is_on = is_active(self._config, level, self._sampling.percent_to_sigma)
         self._run.begin(index, self._place, may_be_shallow=is_on and not is_new)
+        follows = self._latents.follow(latent, level)
+        if follows is not None:
+            self._followed.append(follows)
+        # Before a shallow evaluation only, as this waits for the GPU.
+        if self._run.is_shallow and self._followed:
+            if not torch.stack(self._followed).all():
+                self._run.clear()
+            self._followed.clear()
 
     def _level(self, sigma: Tensor, index: int) -> float:
         """The noise level of an answer; reading it waits for the GPU, so a known one counts."""
@@ -150,6 +186,4 @@ class ShallowPart:
         if schedule[-1] == 0 and log_snr(schedule[-2], self._is_flow) < LEAST_SNR:
             return reasons.UNEVEN
         options = self._guider.model_options
-        if is_cached(options):
-            return reasons.CACHE
-        return reasons.MOVING_WINDOWS if has_moving_windows(options) else None
+        return reasons.CACHE if is_cached(options) else None

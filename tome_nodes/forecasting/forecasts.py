@@ -102,6 +102,13 @@ class _Line:
         self.forecasts = []
         self.total += 1
 
+    def forecast(self, step: ForecastStep) -> Tensor:
+        """The answer of a step on the line."""
+        first, last = self.answers
+        share = min(_DAMPING * _times(first.step, last.step, step), _MOST_CHANGE)
+        self.forecasts.append(_Forecast(step, share))
+        return torch.lerp(first.denoised, last.denoised, 1 + share)
+
     @property
     def turns(self) -> bool:
         """Whether answers turn back in any sample."""
@@ -116,8 +123,9 @@ class _Line:
 class Forecasts:
     """The forecasts of one sampling run, and the answers they are made from.
 
-    A step may consist of several calls of the model, where the host guides outside of them. Whether
-    the step is forecast is decided at its first call.
+    A step may consist of several calls, as guidance combines answers. Each call has a line of its
+    own, so whatever the guidance does in a step, it does with forecasts, too. Whether the step is
+    forecast is decided before its first call.
 
     Attributes:
         steps: the steps that were forecast.
@@ -127,7 +135,8 @@ class Forecasts:
         """For the argument, see :func:`tome_nodes.forecasting.steps.steps_that_run`."""
         self.steps: set[int] = set()
         self._ratio = ratio
-        self._lines: list[_Line] = []
+        self._lines: dict[Hashable, _Line] = {}
+        self._guided: _Line | None = None
         self._latest: ForecastStep | None = None
         self._form: Hashable = None
         self._is_forecast = False
@@ -136,47 +145,78 @@ class Forecasts:
         self._settled: bool | None = None
         self._reasons: Counter[str] = Counter()
 
-    def predict(self, step: ForecastStep, latent: Tensor, call: int = 0) -> Tensor | None:
-        """The forecast of the denoised latent; None if the model has to run.
+    def begin(self, step: ForecastStep, latent: Tensor) -> bool:
+        """Begin a step with its noisy latent; returns whether it is forecast."""
+        before, self._latest = self._latest, step
+        if step.index == FIRST:
+            self._settled = bool(self._telling) and all(map(_is_settled, self._telling))
+        form = latent.shape, latent.device, latent.dtype, step.conditions
+        is_next = before is not None and step.index == before.index + 1
+        self._noise_rises = before is not None and step.log_snr < before.log_snr
+        if not is_next or self._noise_rises or form != self._form or not step.follows:
+            # The answers so far are no guide to those to come.
+            self._lines, self._guided = {}, None
+        # This waits for the GPU. A short run whose answers turned once stays hard to tell.
+        turns = any(line.turns for line in self._telling)
+        self._turns = turns or (self._turns and step.count < LONG)
+        # A step has fewer calls where guidance ends.
+        self._lines = {
+            call: line for call, line in self._lines.items() if line.latest == step.index - 1
+        }
+        self._form = form
+        self._is_forecast = self._may_forecast(step)
+        return self._is_forecast
+
+    def predict(self, step: ForecastStep, call: Hashable = 0) -> Tensor | None:
+        """The forecast of what a call returns; None if the model has to run.
 
         Args:
-            step: the step of the run.
-            latent: its noisy latent.
-            call: the number of the call within its step, from 0.
+            step: the step that has begun.
+            call: what tells the call from the others of its step.
         """
-        if call == 0:
-            self._begin(step, latent)
-        if not self._is_forecast or call >= len(self._lines):
+        line = self._lines.get(call)
+        if not self._is_forecast:
             return None
-        line = self._lines[call]
-        first, last = line.answers
-        if last.denoised.shape != latent.shape:
+        if line is None or len(line.answers) < 2:
+            self._reasons[reasons.CHANGES] += 1
             return None
-        times = _times(first.step, last.step, step)
-        share = min(_DAMPING * times, _MOST_CHANGE)
-        line.forecasts.append(_Forecast(step, share))
         self.steps.add(step.index)
-        return torch.lerp(first.denoised, last.denoised, 1 + share)
+        return line.forecast(step)
 
-    def observe(self, step: ForecastStep, denoised: Tensor, call: int = 0) -> Tensor:
-        """Note an answer of the model.
+    def observe(self, step: ForecastStep, denoised: Tensor, call: Hashable = 0) -> Tensor:
+        """Note what the model answered to a call.
 
         Returns:
             The answer to use, corrected for the errors of the forecasts before it.
         """
         if torch.is_grad_enabled():
             return denoised
-        while len(self._lines) <= call:
-            self._lines.append(_Line())
-        line = self._lines[call]
+        line = self._lines.setdefault(call, _Line())
         # Whoever gets the answer may change it in place.
-        new, corrected = _Answer(step, denoised.clone()), None
-        if line.forecasts and step.latent_share is not None:
-            corrected = _corrected(line, new, step.latent_share)
+        new, correction = _Answer(step, denoised.clone()), _correction(line, step)
+        corrected = denoised if correction is None else correction.added(new.denoised)
         line.add(new)
-        if step.index == 1:
-            self._settled = self._settled is not False and _is_settled(line)
-        return denoised if corrected is None else corrected
+        return corrected
+
+    def note_guided(self, step: ForecastStep, denoised: Tensor) -> None:
+        """Note the guided answer of a step, which must not change from then on.
+
+        Where a host tells guided answers, they are what shows whether answers turn, or are settled.
+        """
+        if torch.is_grad_enabled():
+            return
+        line = self._guided = self._guided or _Line()
+        if step.index not in self.steps:
+            correction = _correction(line, step)
+            if correction is not None:
+                denoised = correction.taken_off(denoised)
+            line.add(_Answer(step, denoised))
+        elif len(line.answers) == 2:
+            line.forecast(step)
+
+    def forget(self, call: Hashable) -> None:
+        """Forget the answers to a call, which are no guide to the next."""
+        self._lines.pop(call, None)
 
     @property
     def reason(self) -> str | None:
@@ -192,22 +232,10 @@ class Forecasts:
             return found.most_common(1)[0][0]
         return reasons.FORECAST_PERCENTS if outside else reasons.LEFT_OUT
 
-    def _begin(self, step: ForecastStep, latent: Tensor) -> None:
-        """Begin a step: decide whether it is forecast."""
-        before, self._latest = self._latest, step
-        form = latent.shape, latent.device, latent.dtype, step.conditions
-        is_next = before is not None and step.index == before.index + 1
-        self._noise_rises = before is not None and step.log_snr < before.log_snr
-        if not is_next or self._noise_rises or form != self._form:
-            # The answers so far are no guide to those to come.
-            self._lines = []
-        # This waits for the GPU. A short run whose answers turned once stays hard to tell.
-        turns = any(line.turns for line in self._lines)
-        self._turns = turns or (self._turns and step.count < LONG)
-        # A step has fewer calls where guidance ends.
-        self._lines = [line for line in self._lines if line.latest == step.index - 1]
-        self._form = form
-        self._is_forecast = self._may_forecast(step)
+    @property
+    def _telling(self) -> list[_Line]:
+        """The lines by which it is decided whether a step is forecast."""
+        return [*self._lines.values()] if self._guided is None else [self._guided]
 
     def _may_forecast(self, step: ForecastStep) -> bool:
         running = self._running(step)
@@ -224,7 +252,7 @@ class Forecasts:
             why = reasons.FORECAST_PERCENTS
         elif self._noise_rises:
             why = reasons.NOISE_RISES
-        elif min((line.total for line in self._lines), default=0) < first_steps(
+        elif min((line.total for line in self._lines.values()), default=0) < first_steps(
             step.count, self._is_settled(step)
         ):
             why = reasons.CHANGES
@@ -266,25 +294,45 @@ def _is_settled(line: _Line) -> bool:
     return bool(((after - before).norm(dim=1) < _SETTLED * after.norm(dim=1)).all())
 
 
-def _corrected(line: _Line, now: _Answer, latent_share: float) -> Tensor | None:
-    """An answer, corrected for the errors of the forecasts before it; None if it has to stay.
+@dataclass(frozen=True, eq=False)
+class _Correction:
+    """Makes an answer make up for the errors of the forecasts before it.
 
     The forecasts should have been on the line from the answer before them to this one. What they
     lack is now missing in the sampler's latent. The correction makes the sampler add it to the next
     latent. The model answered for a latent that lacks it, so the correction also adds what is
     missing in the answer.
 
-    Args:
-        line: the forecasts, and the two answers that they were made from.
-        now: the answer.
-        latent_share: the share of the step's noisy latent in the next one.
+    Attributes:
+        first, last: the two answers that the forecasts were made from.
+        after: times the change from the last answer to this one is added.
+        before: times the change between the two answers before is taken off.
     """
+
+    first: Tensor
+    last: Tensor
+    after: float
+    before: float
+
+    def added(self, denoised: Tensor) -> Tensor:
+        """An answer with the correction."""
+        changed = torch.lerp(self.last, denoised, 1 + self.after)
+        return changed.sub_((self.last - self.first) * self.before)
+
+    def taken_off(self, denoised: Tensor) -> Tensor:
+        """The answer that one with the correction was made from, or a weighted sum of such."""
+        changed = denoised + (self.last - self.first) * self.before
+        return torch.lerp(self.last, changed, 1 / (1 + self.after))
+
+
+def _correction(line: _Line, now: ForecastStep) -> _Correction | None:
+    """The correction of the answer of a step; None if it has to stay as it is."""
+    if not line.forecasts or now.latent_share is None:
+        return None
     first, last = line.answers
-    # What the latent lacks: ``after`` times the change from the last answer to this one, minus
-    # ``before`` times the change between the two answers before.
     after = before = 0.0
-    longest = 1 - latent_share
-    distance = now.step.log_snr - last.step.log_snr
+    longest = 1 - now.latent_share
+    distance = now.log_snr - last.step.log_snr
     if distance < TOO_CLOSE:
         return None
     for forecast in line.forecasts:
@@ -297,6 +345,5 @@ def _corrected(line: _Line, now: _Answer, latent_share: float) -> Tensor | None:
         longest = max(longest, 1 - kept)
     # The longest of the steps counts: a step much shorter than one before it would need a change
     # much larger than the error.
-    weight = latent_share / longest + _RESPONSE
-    changed = torch.lerp(last.denoised, now.denoised, 1 + weight * after)
-    return changed.sub_((last.denoised - first.denoised) * (weight * before))
+    weight = now.latent_share / longest + _RESPONSE
+    return _Correction(first.denoised, last.denoised, weight * after, weight * before)

@@ -39,11 +39,13 @@ class ForecastStep:
         count: the number of steps of the run.
         log_snr: the logarithm of signal to noise of its latent, in power.
         conditions: everything besides the noise that decides the model's answer, as far as the host
-            knows it: the active prompts, the guidance scale, control, hooks.
+            knows it: the active prompts, control, hooks.
         latent_share: the share of its noisy latent in the next one, see :func:`latent_share`; None
             if the answer after a forecast must stay as it is.
         is_even: see :func:`is_even`.
         is_active: whether it is between ``start_percent`` and ``end_percent``.
+        follows: whether its latent is where the steps before it led; see
+            :mod:`tome_nodes.forecasting.trajectory`.
         from_noise: whether the run began with noise alone, not with a picture under some noise.
     """
 
@@ -54,6 +56,7 @@ class ForecastStep:
     latent_share: float | None = None
     is_even: bool = True
     is_active: bool = True
+    follows: bool = True
     from_noise: bool = True
 
 

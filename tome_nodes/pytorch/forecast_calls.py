@@ -62,8 +62,11 @@ class ForecastCalls(PatchedCalls):
         """What the model is forecast to return; None if it has to run."""
         if run.forecasts is None:
             return None
-        denoised = run.forecasts.predict(run.step, call.latent, run.call)
-        return None if denoised is None else call.returned(denoised, run.noise, self._kind)
+        denoised = run.forecasts.predict(run.step, (run.call, call.latent.shape))
+        if denoised is None:
+            return None
+        run.note(denoised)
+        return call.returned(denoised, run.noise, self._kind)
 
     @torch.compiler.disable
     def _observe(self, run: PipelineRun, call: FlowCall, result: Any) -> Any:
@@ -75,7 +78,8 @@ class ForecastCalls(PatchedCalls):
         if run.forecasts is not None:
             denoised = call.denoised(result, run.noise)
             self._kind = type(result)
-            corrected = run.forecasts.observe(run.step, denoised, run.call)
+            corrected = run.forecasts.observe(run.step, denoised, (run.call, call.latent.shape))
+            run.note(corrected)
             if corrected is not denoised:
                 answer = call.returned(corrected, run.noise, self._kind)
         if run.is_last_step:
