@@ -207,7 +207,7 @@ def test_the_callback_of_the_host_is_called_as_without(flux):
 
 
 def moving_windows(model):
-    inputs = (8, 4, "standard_uniform", 1, False, "pyramid", 2, False)
+    inputs = (4, 2, "standard_uniform", 1, False, "pyramid", 2, False)
     return ContextWindowsManualNode.execute(model, *inputs).args[0]
 
 
@@ -233,6 +233,89 @@ def test_beside_some_nodes_nothing_is_forecast(flux, log_messages, name, why, is
     assert torch.equal(result, sampled(patch(flux))) == (why is not None)
     expected = "forecast 3/8 steps (3, 5, 7)" if why is None else f"nothing was forecast: {why}"
     assert log_messages() == [f"[ToMe] {expected}"]
+
+
+def test_a_step_whose_latent_something_else_changed_runs(flux):
+    """So do the next, as at the start. A callback of the host may change the latent in place."""
+
+    def ran(model, changed=None):
+        model, answers = seen(model)
+
+        def callback(step, denoised, latent, total):
+            if step == changed:
+                latent.copy_(latent.flip(-1))
+
+        result = guided(model, steps=12, callback=callback)
+        return [level for level, _, _ in answers], result
+
+    levels = [level for level in ran(flux)[0]]
+    usual, _ = ran(attach(flux, fast()))
+    assert [levels.index(level) for level in usual] == [0, 1, 2, 4, 6, 9, 11]
+    # The latent of step 7 is another; a forecast of it would be of the picture as it was.
+    after, result = ran(attach(flux, fast()), changed=6)
+    assert [levels.index(level) for level in after] == [0, 1, 2, 4, 6, 7, 8, 9, 11]
+    assert relative_error(result, ran(flux, changed=6)[1]) < 0.2
+
+
+@pytest.mark.parametrize("kind", ["flux", "wan21"])
+def test_guidance_is_that_of_the_step_in_steps_that_are_forecast(models, kind):
+    """Another node may take a scale from a list, or do something else from some step on."""
+    model, given, scales = models(kind).clone(), [], iter(range(1, 20))
+
+    def guide(parts):
+        scale = next(scales)
+        given.append((scale, parts["cond"].clone(), parts["uncond"].clone()))
+        return parts["uncond"] + scale * (parts["cond"] - parts["uncond"])
+
+    model.set_model_sampler_cfg_function(guide)
+    patched, guided_answers = seen_by_sampler(attach(model, fast()))
+    patched, answers = seen(patched)
+    sampled(patched, kind=kind, scheduler="normal")
+    assert len(given) == len(guided_answers) == 8 and len(levels_of(answers)) < 8
+    for (scale, cond, uncond), (_, latent, denoised) in zip(given, guided_answers, strict=True):
+        expected = latent - (uncond + scale * (cond - uncond))
+        assert relative_error(denoised, expected) < 1e-5
+
+
+def test_momentum_is_seen_whatever_keeps_it(flux, log_messages):
+    class Guidance:
+        average = 0.0
+
+        def __call__(self, parts):
+            self.average = parts["cond"] - parts["uncond"] - 0.5 * self.average
+            return parts["uncond"] + 4 * self.average
+
+    def patched():
+        model = flux.clone()
+        model.set_model_sampler_cfg_function(Guidance())
+        return model
+
+    result = sampled(attach(patched(), fast()))
+    assert torch.equal(result, sampled(patched()))
+    assert log_messages() == [f"[ToMe] nothing was forecast: {reasons.MOMENTUM}"]
+
+
+@pytest.mark.parametrize(("shift", "is_forecast"), [(0, True), (1, False)])
+def test_windows_that_another_node_makes_may_stay_but_not_move(flux, shift, is_forecast):
+    """Whichever dimension they are of, and whatever the node is called."""
+
+    def windows(executor, model, conds, x, timestep, options):
+        begin = shift * len(levels_of(answers)) % 3
+        sums, counts = [torch.zeros_like(x) for _ in conds], torch.zeros_like(x)
+        for start in (begin, 5):
+            place = ..., slice(start, start + 5)
+            for whole, part in zip(
+                sums, executor(model, conds, x[place], timestep, options), strict=True
+            ):
+                whole[place] += part
+            counts[place] += 1
+        return [whole / counts.clamp(min=1) for whole in sums]
+
+    model = flux.clone()
+    model.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, "windows", windows)
+    patched, answers = seen(attach(model, fast()))
+    sampled(patched)
+    assert (len(levels_of(answers)) < 8) == is_forecast
 
 
 def test_noise_that_a_sampler_adds_on_top_is_left_alone(flux, log_messages):

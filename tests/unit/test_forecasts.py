@@ -390,7 +390,7 @@ def test_a_call_that_ended_is_not_continued_from_long_ago():
     for index in range(3):
         two_calls(kept, index, ONE * index, CHANGE * index, count=9)
     assert two_calls(kept, 3, ONE, count=9) == [True]
-    assert two_calls(kept, 4, ONE, CHANGE, count=9) == [True, False]
+    assert two_calls(kept, 4, ONE, CHANGE, count=9) == [False, False]
     # It has answered only once since.
     assert two_calls(kept, 5, ONE, CHANGE, count=9) == [False, False]
 

@@ -140,6 +140,7 @@ class Forecasts:
         self._latest: ForecastStep | None = None
         self._form: Hashable = None
         self._is_forecast = False
+        self._calls_end = False
         self._noise_rises = False
         self._turns = False
         self._settled: bool | None = None
@@ -159,10 +160,11 @@ class Forecasts:
         # This waits for the GPU. A short run whose answers turned once stays hard to tell.
         turns = any(line.turns for line in self._telling)
         self._turns = turns or (self._turns and step.count < LONG)
-        # A step has fewer calls where guidance ends.
-        self._lines = {
-            call: line for call, line in self._lines.items() if line.latest == step.index - 1
-        }
+        # Calls end where guidance does, and in every step where context windows move.
+        ended = [call for call, line in self._lines.items() if line.latest < step.index - 1]
+        for call in ended:
+            del self._lines[call]
+        self._calls_end = bool(ended)
         self._form = form
         self._is_forecast = self._may_forecast(step)
         return self._is_forecast
@@ -214,10 +216,6 @@ class Forecasts:
         elif len(line.answers) == 2:
             line.forecast(step)
 
-    def forget(self, call: Hashable) -> None:
-        """Forget the answers to a call, which are no guide to the next."""
-        self._lines.pop(call, None)
-
     @property
     def reason(self) -> str | None:
         """Why nothing was forecast, in most of the steps that were to be; None if something was.
@@ -231,6 +229,11 @@ class Forecasts:
         if found:
             return found.most_common(1)[0][0]
         return reasons.FORECAST_PERCENTS if outside else reasons.LEFT_OUT
+
+    @property
+    def _fewest_answers(self) -> int:
+        """How often the model has answered the call that it has answered least."""
+        return min((line.total for line in self._lines.values()), default=0)
 
     @property
     def _telling(self) -> list[_Line]:
@@ -252,7 +255,7 @@ class Forecasts:
             why = reasons.FORECAST_PERCENTS
         elif self._noise_rises:
             why = reasons.NOISE_RISES
-        elif min((line.total for line in self._lines.values()), default=0) < first_steps(
+        elif self._calls_end or self._fewest_answers < first_steps(
             step.count, self._is_settled(step)
         ):
             why = reasons.CHANGES
