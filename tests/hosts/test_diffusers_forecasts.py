@@ -434,6 +434,36 @@ def test_answers_of_another_form_are_not_forecast(name, others):
     assert flow_call(case.network, (), given | others) == reasons.OTHER_FORM
 
 
+@pytest.mark.parametrize("name", ["flux", "wan", "sd3"])
+def test_a_step_whose_latent_a_callback_changed_runs(name):
+    """With guidance in one call, in two, and without."""
+    case = TRANSFORMERS[name]()
+    tome_nodes.apply_patch(case.pipeline, preset="balanced")
+    networks = networks_of(case)
+
+    def ran(changed=None):
+        steps = []
+        hooks = [
+            network.register_forward_hook(
+                lambda *_: steps.append(case.pipeline.scheduler.step_index)
+            )
+            for network in networks
+        ]
+
+        def callback(pipeline, step, timestep, given):
+            latents = given["latents"]
+            return {"latents": latents.flip(-2)} if step == changed else {}
+
+        case(steps=8, callback_on_step_end=callback)
+        for hook in hooks:
+            hook.remove()
+        return set(steps)
+
+    forecast = {*range(1, 8)} - ran()
+    first = min(forecast)
+    assert first not in {*range(1, 8)} - ran(changed=first - 1)
+
+
 @pytest.mark.parametrize("way", OFFLOADS)
 def test_offloading(case, way, log_messages):
     tome_nodes.apply_patch(case.pipeline, preset="balanced")

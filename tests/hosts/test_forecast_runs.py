@@ -296,7 +296,9 @@ def test_momentum_is_seen_whatever_keeps_it(flux, log_messages):
 
 
 @pytest.mark.parametrize(("shift", "is_forecast"), [(0, True), (1, False)])
-def test_windows_that_another_node_makes_may_stay_but_not_move(flux, shift, is_forecast):
+def test_windows_that_another_node_makes_may_stay_but_not_move(
+    flux, log_messages, shift, is_forecast
+):
     """Whichever dimension they are of, and whatever the node is called."""
 
     def windows(executor, model, conds, x, timestep, options):
@@ -316,6 +318,7 @@ def test_windows_that_another_node_makes_may_stay_but_not_move(flux, shift, is_f
     patched, answers = seen(attach(model, fast()))
     sampled(patched)
     assert (len(levels_of(answers)) < 8) == is_forecast
+    assert (reasons.CHANGES in log_messages()[-1]) != is_forecast
 
 
 def test_noise_that_a_sampler_adds_on_top_is_left_alone(flux, log_messages):

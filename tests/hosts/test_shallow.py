@@ -180,6 +180,44 @@ def test_a_prompt_that_changes_in_the_middle_makes_the_next_step_whole(sdxl):
 ERRORS = [RuntimeError, comfy.model_management.InterruptProcessingException, KeyboardInterrupt]
 
 
+@pytest.mark.parametrize("sampler", ["euler", "dpmpp_2m_sde"])
+def test_a_latent_that_something_else_changed_makes_the_next_step_whole(sdxl, sampler):
+    """As a callback of the host may; here before the first of two shallow steps."""
+    patched = attach(sdxl, fast())
+    run(patched, sampler=sampler)
+    assert shallow_of(patched) == PLANNED and {17, 18} < PLANNED
+
+    def callback(step, denoised, latent, total):
+        if step == 16:
+            latent.copy_(latent.flip(-1))
+
+    run(patched, sampler=sampler, callback=callback)
+    assert shallow_of(patched) == PLANNED - {17}
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_features_belong_to_their_window(sdxl, moves):
+    """Other nodes cut a batch of frames into windows, which may move from step to step."""
+    steps = []
+
+    def windows(executor, model, conds, x, timestep, options):
+        if not steps or steps[-1] != float(timestep[0]):
+            steps.append(float(timestep[0]))
+        frames = [(index + moves * len(steps)) % len(x) for index in range(len(x))]
+        sums = [torch.zeros_like(x) for _ in conds]
+        for window in frames[:3], frames[3:]:
+            parts = executor(model, conds, x[window], timestep[window], options)
+            for whole, part in zip(sums, parts, strict=True):
+                whole[window] = part
+        return sums
+
+    model = sdxl.clone()
+    model.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, "windows", windows)
+    patched = attach(model, fast())
+    run(patched, batch=5)
+    assert shallow_of(patched) == (set() if moves else PLANNED)
+
+
 @pytest.mark.parametrize("error", ERRORS)
 def test_an_error_in_a_shallow_step_leaves_nothing(sdxl, error):
     patched = attach(sdxl, fast())

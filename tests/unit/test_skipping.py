@@ -83,6 +83,15 @@ def test_features_of_a_condition_that_was_left_out_are_too_old():
     assert features.at(["a", "b"], 3.0) is None
 
 
+def test_features_of_what_does_not_come_again_are_dropped():
+    features = Features(goes_on=True)
+    kept = []
+    for step in range(6):
+        features.keep([step, "always"], float(step), of(2.0, 5.0))
+        kept.append(len(features._kept))
+    assert kept == [2, 3, 3, 3, 3, 3]
+
+
 def test_where_noise_is_added_the_last_features_are_copied():
     features = Features(goes_on=False)
     for place, value in (1.0, 2.0), (2.0, 3.0):

@@ -27,7 +27,10 @@ class Features:
             place: the logarithm of signal to noise.
             features: ``[samples, channels, height, width]``, of one condition after another.
         """
-        self._last = place
+        if place != self._last:
+            # Where windows move, each evaluation has others.
+            current = {key: kept for key, kept in self._kept.items() if kept[-1][0] == self._last}
+            self._kept, self._last = current, place
         # What a CUDA graph has made, it overwrites the next time.
         for key, own in zip(keys, features.clone().chunk(len(keys)), strict=True):
             before = self._kept.get(key, [])[-1:] if self._goes_on else []
