@@ -65,7 +65,7 @@ class ForecastCalls(PatchedCalls):
         denoised = run.forecasts.predict(run.step, (run.call, call.latent.shape))
         if denoised is None:
             return None
-        run.note(denoised)
+        run.latents.note(denoised)
         return call.returned(denoised, run.noise, self._kind)
 
     @torch.compiler.disable
@@ -79,7 +79,7 @@ class ForecastCalls(PatchedCalls):
             denoised = call.denoised(result, run.noise)
             self._kind = type(result)
             corrected = run.forecasts.observe(run.step, denoised, (run.call, call.latent.shape))
-            run.note(corrected)
+            run.latents.note(corrected)
             if corrected is not denoised:
                 answer = call.returned(corrected, run.noise, self._kind)
         if run.is_last_step:

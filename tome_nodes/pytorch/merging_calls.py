@@ -129,7 +129,7 @@ class MergingCalls(PatchedCalls):
         except BaseException:
             self._run = None
             raise
-        self._complete()
+        self._complete(answer)
         return answer
 
     @skip
@@ -194,7 +194,7 @@ class MergingCalls(PatchedCalls):
                 for name, value in kwargs.items()
                 if value is not sample and value is not timestep
             }
-            run = self._follow(noise, is_on, self._unets.conditions(args[2:], others))
+            run = self._follow(sample, noise, is_on, self._unets.conditions(args[2:], others))
         at = self._step(noise, 0 if run is None else run.index, is_on)
         # The check may visit every module of the UNet.
         obstacle = self._unets.obstacle(self.network, self._config) if is_on else None
@@ -208,7 +208,9 @@ class MergingCalls(PatchedCalls):
             request, keys, self._unets.shallow_arguments(args, kwargs) if is_shallow else None
         )
 
-    def _follow(self, timestep: float, is_on: bool, conditions: Hashable) -> UNetRun:
+    def _follow(
+        self, sample: Tensor, timestep: float, is_on: bool, conditions: Hashable
+    ) -> UNetRun:
         """The run that a call belongs to, which has begun it."""
         run = self._run
         if run is None or not run.takes(timestep):
@@ -218,7 +220,7 @@ class MergingCalls(PatchedCalls):
             run.obstacle = self._unets.whole_only(self.network)
         if run.obstacle is None and torch.is_grad_enabled():
             run.obstacle = reasons.FORECAST_GRADIENTS
-        run.begin(timestep, conditions, is_on)
+        run.begin(sample, timestep, conditions, is_on)
         return run
 
     @torch.compiler.disable
@@ -244,9 +246,11 @@ class MergingCalls(PatchedCalls):
         return why
 
     @torch.compiler.disable
-    def _complete(self) -> None:
+    def _complete(self, answer: Any) -> None:
         """End a call: count what merged in its run, or report the call alone."""
         self._completed = True
+        if self._run is not None:
+            self._run.note(answer)
         # Kept, it would hold the plans of all blocks.
         result, self._latest.result = self._latest.result, None
         if result is None:

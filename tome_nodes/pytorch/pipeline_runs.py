@@ -5,8 +5,6 @@ from collections.abc import Mapping
 from threading import local
 from typing import Any
 
-from torch import Tensor
-
 from .. import reasons
 from ..forecasting.forecasts import Forecasts
 from ..forecasting.samplers import SAMPLERS, Sampler
@@ -18,12 +16,12 @@ from ..forecasting.steps import (
     log_snr,
     log_snrs,
 )
-from ..forecasting.trajectory import Trajectory
 from ..patching.schedule import is_active
 from ..report.counts import Counts
 from ..report.run_record import RunRecord, forecast_record
 from ..settings.config import ToMeConfig
 from .flow_call import FlowCall
+from .latents import Latents
 from .log_once import LogOnce
 from .scheduling import Scheduling
 
@@ -65,6 +63,7 @@ class PipelineRun:
         scheduler: the scheduler.
         timesteps: its timesteps; each run has a tensor of its own.
         forecasts: the forecasts of the run; None if its steps are left alone.
+        latents: follows its latents, if steps are forecast.
         counts: counts its steps.
         step: the step of the latest call.
         noise: its noise level.
@@ -80,6 +79,7 @@ class PipelineRun:
         self.scheduler = scheduler
         self.timesteps = scheduler.timesteps
         self.forecasts: Forecasts | None = None
+        self.latents = Latents()
         self.counts = Counts()
         self.begun: dict[int, float] = {}
         self.call = -1
@@ -93,9 +93,6 @@ class PipelineRun:
         self._stop = len(self.timesteps)
         self._index: int | None = None
         self._calls_before = 0
-        self._trajectory = Trajectory()
-        self._latent: Tensor | None = None
-        self._answers: list[Tensor] = []
 
     def begin(self, call: FlowCall) -> str | None:
         """Begin a call; return why it is not known to be of this run, None if it is."""
@@ -117,7 +114,7 @@ class PipelineRun:
             return None
         self._calls_before, self.call = self.call + 1, 0
         self._index, self.noise = index, noise
-        follows = self.forecasts is None or self._follow(call.latent)
+        follows = None if self.forecasts is None else self.latents.begin(call.latent)
         self.step = ForecastStep(
             index=index - first,
             count=self._stop - first,
@@ -126,7 +123,7 @@ class PipelineRun:
             latent_share=latent_share(self._levels, index) if method.corrects else None,
             is_even=is_even(self._log_snrs, index - first, method.faster),
             is_active=self._is_active(index),
-            follows=follows,
+            follows=follows is None or bool(follows),
             from_noise=first == 0 and is_noise_alone(self._levels[0], most=1.0),
         )
         # The device is at rest, as the timestep and the prompts have been read from it.
@@ -134,20 +131,6 @@ class PipelineRun:
         if self.forecasts is not None:
             self.forecasts.begin(self.step, call.latent)
         return None
-
-    def note(self, answer: Tensor) -> None:
-        """Note what a call returned, as a denoised latent, ``[batch, ...]``."""
-        if self._latent is not None and len(answer) % len(self._latent) == 0:
-            self._answers += answer.split(len(self._latent))
-
-    def _follow(self, latent: Tensor) -> bool:
-        """Whether the latent of a new step is where the calls before it led."""
-        if self._latent is not None:
-            self._trajectory.add(self._latent, self._answers)
-        # Code outside of the model may change it in place.
-        self._latent, self._answers = _of_pictures(latent).clone(), []
-        leads = self._trajectory.leads_to(self._latent)
-        return leads is None or bool(leads)
 
     def _start(self, first: int) -> None:
         self._first = first
@@ -197,17 +180,6 @@ class PipelineRun:
                 return int(index)
         steps = range(len(self.timesteps))
         return min(steps, key=lambda step: abs(self._levels[step] - call.time))
-
-
-def _of_pictures(latent: Tensor) -> Tensor:
-    """The latents of each picture once, where a call has them again for each prompt."""
-    seen = latent.flatten(1).sum(1).tolist()
-    count = next(
-        count
-        for count in range(1, len(seen) + 1)
-        if len(seen) % count == 0 and seen == seen[:count] * (len(seen) // count)
-    )
-    return latent[:count]
 
 
 class PipelineRuns:

@@ -11,6 +11,7 @@ from collections.abc import Hashable, Sequence
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .. import reasons
@@ -18,6 +19,7 @@ from ..report.counts import Counts
 from ..settings.config import ToMeConfig
 from ..skipping.plan import FIRST, LEAST_SNR, adds_noise, shortest
 from ..skipping.shallow_run import ShallowRun
+from .latents import Latents
 from .scheduling import Scheduling
 
 _ROUNDING = 0.01
@@ -75,6 +77,9 @@ class UNetRun:
         # To copy under a sampler without noise does more harm than a line under one with noise.
         goes_on = self._scheduler is None or not adds_noise(_words(self._scheduler))
         self.shallow = ShallowRun(self._ratio, goes_on)
+        # Noise that is added is as large as the latent that the model is given.
+        self._latents = Latents() if goes_on and not _clips(self._scheduler) else None
+        self._followed: list[Tensor] = []
 
     def takes(self, timestep: float) -> bool:
         """Whether a call at this timestep belongs to this run."""
@@ -95,10 +100,11 @@ class UNetRun:
             goes_on and given is not None and _known(self._scheduling.scheduler)[0] == self._known
         )
 
-    def begin(self, timestep: float, conditions: Hashable, is_active: bool) -> None:
+    def begin(self, sample: Tensor, timestep: float, conditions: Hashable, is_active: bool) -> None:
         """Begin a call, which may be one of several of an evaluation.
 
         Args:
+            sample: the noisy latent, ``[batch, channels, height, width]``.
             timestep: of the call.
             conditions: everything besides the latent and the timestep that decides the answer.
             is_active: whether it is between ``start_percent`` and ``end_percent``.
@@ -117,7 +123,13 @@ class UNetRun:
             self._plan()
         may_be_shallow = is_active and self.obstacle is None
         self.shallow.begin(self.index, self._place(timestep), may_be_shallow)
+        self._look(sample)
         self._see(conditions)
+
+    def note(self, answer: Any) -> None:
+        """Note what a call returned."""
+        if self._latents is not None and self.obstacle is None:
+            self._latents.note(answer if isinstance(answer, Tensor) else answer[0])
 
     @property
     def first(self) -> float:
@@ -151,6 +163,20 @@ class UNetRun:
         """Run the rest whole, and drop what is kept."""
         self.obstacle = why
         self.shallow.clear()
+        self._latents = None
+
+    def _look(self, sample: Tensor) -> None:
+        """Look whether the latent of a new evaluation is where the scheduler was led."""
+        if self._latents is None or self.obstacle is not None:
+            return
+        follows = self._latents.begin(sample)
+        if follows is not None:
+            self._followed.append(follows)
+        # Before a shallow evaluation only, as this waits for the GPU.
+        if self.shallow.is_shallow and self._followed:
+            if not torch.stack(self._followed).all():
+                self.shallow.clear()
+            self._followed.clear()
 
     def _see(self, conditions: Hashable) -> None:
         """Note the conditions of a call, and drop what is kept if they have changed."""
@@ -267,6 +293,12 @@ def _log_snrs(scheduler: Any) -> list[float]:
             share *= 1 - (first + (last - first) * index / 999) ** 2
             shares.append(share)
     return [math.log(max(share, 1e-8) / max(1 - share, 1e-8)) for share in shares]
+
+
+def _clips(scheduler: Any) -> bool:
+    """Whether a scheduler keeps pictures within bounds, after which latents do not follow."""
+    config = getattr(scheduler, "config", {})
+    return any(config.get(name) for name in ("clip_sample", "thresholding"))
 
 
 def _words(scheduler: Any) -> str:
