@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from comfy.patcher_extension import WrappersMP
 from comfy_extras import nodes_hypertile, nodes_tomesd
 from host import merging
 from models.comfyui import TINY, UNETS, sample
@@ -37,6 +38,46 @@ def partly_applied(model):
     patches = patched.model_options["transformer_options"]["patches"]
     patches["attn1_patch"] = [partial(patches["attn1_patch"][0])]
     return patched
+
+
+def running_by_itself(model):
+    """A node that runs the network itself, and calls nothing that it is given."""
+
+    def run(apply_model, given):
+        base, (x, level), conditions = model.model, (given["input"], given["timestep"]), given["c"]
+        sampling, options = base.model_sampling, conditions["transformer_options"]
+        others = {"y": conditions["y"]} if "y" in conditions else {}
+        output = base.diffusion_model(
+            *(sampling.calculate_input(level, x), sampling.timestep(level).float()),
+            context=conditions["c_crossattn"],
+            transformer_options=options,
+            **others,
+        )
+        return sampling.calculate_denoised(level, output, x)
+
+    patched = model.clone()
+    patched.set_model_unet_function_wrapper(run)
+    return patched
+
+
+def without_blocks(model):
+    """A node that takes another network's answer for that of ours."""
+    patched = model.clone()
+    patched.add_wrapper(WrappersMP.DIFFUSION_MODEL, lambda executor, x, *args, **kwargs: 0 * x)
+    return patched
+
+
+@pytest.mark.parametrize("patch", [running_by_itself, without_blocks])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("sd15", "balanced"), ("sd15", "paper"), ("sdxl", "balanced"), ("sdxl", "fast")],
+)
+def test_a_node_that_runs_the_model_by_itself_is_said_to(models, log_messages, kind, name, patch):
+    last = run(models, kind, preset(name), patch, steps=8, size=(32, 32))
+    (line,) = log_messages()
+    assert line.startswith("[ToMe] nothing merged")
+    assert line.endswith(f": {reasons.NOT_CALLED}") and line.count("another node") == 1
+    assert in_words(last)[0].startswith("Nothing merged")
 
 
 def run(models, kind, config, patch=None, **options):

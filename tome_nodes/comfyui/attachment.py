@@ -207,8 +207,9 @@ class _Attachment:
         if self._may_be_shallow(guider):
             shallow = ShallowPart(config, guider, sampler, steps, latents)
         with_details = self.wants_details is not None and self.wants_details()
+        name = type(guider.model_patcher.model.model_config).__name__
         merging = MergingPart(
-            *(config, self.make_strategy, self.on_step, with_details, steps, shallow)
+            *(name, config, self.make_strategy, self.on_step, with_details, steps, shallow)
         )
         return SamplingRun(steps, merging, shallow)
 

@@ -22,6 +22,7 @@ from ..patching.engine import MakeStrategy
 from ..patching.model import uncompiled
 from ..patching.model_run import ModelRun, Request, why_stopped
 from ..patching.schedule import MergingStep, is_active, progress_at
+from ..report.counts import Counts
 from ..report.run_record import RunRecord
 from ..settings.config import ToMeConfig
 from ..strategies.plan import Grid
@@ -74,6 +75,7 @@ class MergingPart:
 
     def __init__(
         self,
+        name: str,
         config: ToMeConfig,
         make_strategy: MakeStrategy,
         on_step: Callable[[str], None] | None,
@@ -81,12 +83,13 @@ class MergingPart:
         steps: StepCount,
         shallow: ShallowPart | None = None,
     ):
-        """Prepare a run whose steps are counted by ``steps``.
+        """Prepare a run of a model of this kind, whose steps are counted by ``steps``.
 
         ``shallow`` says which evaluations are shallow; None if none is. ``on_step`` is called once
         in every step with a short text on what was done; ``with_details`` is whether to record the
         run in detail.
         """
+        self._name = name
         self._config = config
         self._make_strategy = make_strategy
         self._on_step = on_step
@@ -224,12 +227,21 @@ class MergingPart:
         return MergingStep(index, progress, index, is_on, self._begins)
 
     def finish(self) -> list[RunRecord]:
-        """The records of the run, one for each class of model; none if nothing was evaluated."""
+        """The records of the run, one for each class of model; none if nothing was sampled."""
+        if not self._known and self._steps.done:
+            return [self._unseen()]
         others = {neighbours.short(other) for other in self._others}
         return [
             report.finish(run, model, self._steps, others)
             for report, run, model in self._reports.values()
         ]
+
+    def _unseen(self) -> RunRecord:
+        """The record of a run of which no evaluation came here."""
+        counts = Counts(self._steps.total)
+        return RunRecord(
+            model=self._name, config=self._config, counts=counts, unmerged=reasons.NOT_CALLED
+        )
 
 
 def _copied(control: Any) -> Any:

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
+from .. import reasons
 from ..report.run_record import RunRecord
 from .forecast_part import ForecastPart
 from .merging_part import MergingPart
@@ -60,11 +61,15 @@ class SamplingRun:
             records = [] if self._merging is None else self._merging.finish()
             if self._shallow is None:
                 return records
-            why = self._shallow.reason
-            return [
-                replace(record, unshallow=None if record.counts.shallow_steps else why)
-                for record in records
-            ]
+            return [_with_reason(record, self._shallow.reason) for record in records]
         except Exception as error:
             warn("the report of this run is missing", error)
             return []
+
+
+def _with_reason(record: RunRecord, why: str) -> RunRecord:
+    """A record with the reason why no step was shallow, if none was."""
+    if record.counts.shallow_steps:
+        return record
+    unseen = record.unmerged == reasons.NOT_CALLED
+    return replace(record, unshallow=reasons.NOT_CALLED if unseen else why)

@@ -147,8 +147,10 @@ def merging_record(
         recording: the details; None if there are none.
     """
     model, engine = run.model, run.engine
-    all_left_out = reasons.levels_left_out(model.max_downsample, model.shallowest)
-    obstacle = counts.most_common_reason or all_left_out
+    obstacle = counts.most_common_reason
+    if obstacle is None and model.shallowest > model.max_downsample:
+        obstacle = reasons.levels_left_out(model.max_downsample, model.shallowest)
+    obstacle = obstacle or reasons.NOT_CALLED
     prospects = gain = None
     if not counts.merged:
         prospects = prospects_of(model, latent, obstacle)
