@@ -292,6 +292,35 @@ def test_the_model_runs_where_answers_take_back_half_of_a_change(back, is_foreca
     assert kept.reason == (None if is_forecast else reasons.TURNS)
 
 
+STREAMS = slice(0, 250), slice(250, 256)
+"""A large and a small one, in the numbers of a sample."""
+
+
+@pytest.mark.parametrize(("streams", "is_forecast"), [((), True), (STREAMS, False)])
+def test_the_model_runs_where_a_small_stream_takes_back_half_of_its_change(streams, is_forecast):
+    """In one sample of two, while the large one goes on."""
+    change = latent(1)
+    third = ONE + 1.5 * change
+    third[1].view(-1)[250:] = (ONE + 0.4 * change)[1].flatten()[250:]
+    kept = Forecasts(0.6, streams)
+    for index, answer in enumerate((ONE, ONE + change, third)):
+        run(kept, at(index, index - 4.0, 8), answer)
+    forecast = kept.predict(at(3, 0.0, 8), ONE)
+    assert (forecast is not None) == is_forecast
+    assert kept.reason == (None if is_forecast else reasons.TURNS)
+
+
+@pytest.mark.parametrize(("streams", "forecast"), [((), "FRFRF"), (STREAMS, "RFRRF")])
+def test_a_run_is_settled_only_if_all_streams_are(streams, forecast):
+    first = ONE.clone()
+    first.flatten(1)[:, 250:] *= 0.8
+    kept = Forecasts(0.6, streams)
+    run(kept, at(0, -4.0, 8), first)
+    run(kept, at(1, -3.0, 8), ONE)
+    steps = [(at(index, index - 4.0, 8), index * ONE) for index in range(2, 7)]
+    assert letters(kept, steps) == forecast
+
+
 @pytest.mark.parametrize(("count", "is_forecast"), [(15, False), (16, True)])
 def test_a_short_run_whose_answers_turned_is_left_alone(count, is_forecast):
     change = latent(1)
