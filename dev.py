@@ -31,6 +31,7 @@ BENCHES = {
     "--picture": "benchmarks.fidelity.off_and_on",
     "--host-time": "benchmarks.speed.host_time",
     "--report": "benchmarks.speed.report",
+    "--sound": "benchmarks.forecasts.sound",
     "--terrain": "benchmarks.terrain",
     "--train": "benchmarks.fidelity.training",
     "--work": "benchmarks.work",
@@ -228,7 +229,8 @@ def _parser() -> argparse.ArgumentParser:
         "--quick, --model, --size, --minutes, --name; with --fidelity, how much everything that a "
         "user could pick changes, and what it takes: --quick, --only, --steps, --names; "
         "with --forecasts, whether forecasts change more than fewer steps: --quick, --only; "
-        "with --picture, the picture of off and on: --model, --repeats; with "
+        "with --sound, the same of each stream of a video with sound: --scheduler, --denoise, "
+        "--together; with --picture, the picture of off and on: --model, --repeats; with "
         "--host-time, what merging adds before any kernel runs: --quick; with --train, train a "
         "UNet that --fidelity can ask: stickers or stickers_sd15, --minutes, --rate; with --drawn, "
         "shallow steps of such a UNet in cells drawn by chance: --cells, --seed; "

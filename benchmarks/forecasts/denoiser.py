@@ -5,7 +5,7 @@ The best guess of such a picture under noise is Wiener's filter.
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -59,6 +59,21 @@ def denoised(
     of_frequency = variance * _spectrum(*latent.shape[-2:], power)
     gain = share * of_frequency / (share**2 * of_frequency + noise**2)
     return centre + _filtered(latent - share * centre, gain)
+
+
+def denoised_one_of(
+    latent: Tensor, centres: Sequence[Tensor], noise: float, variance: float, power: float
+) -> Tensor:
+    """The same where the mean is one of several, each as likely as the others.
+
+    ``latent`` is ``[1, channels, high, wide]``, as is each of the means.
+    """
+    of_frequency = variance * _spectrum(*latent.shape[-2:], power)
+    of_latent = (1 - noise) ** 2 * of_frequency + noise**2
+    off = torch.fft.fft2(latent - (1 - noise) * torch.cat([*centres]), norm="ortho")
+    likely = (-0.5 * off.abs().square() / of_latent).flatten(1).sum(1).softmax(0)
+    guesses = torch.cat([denoised(latent, centre, noise, variance, power) for centre in centres])
+    return torch.tensordot(likely, guesses, 1)[None]
 
 
 def _filtered(picture: Tensor, gain: Tensor) -> Tensor:

@@ -1,11 +1,13 @@
 """Steps without the model, in the host's own samplers."""
 
 import gc
+import math
 import weakref
 
 import comfy.samplers
 import pytest
 import torch
+from comfy.nested_tensor import NestedTensor
 from comfy.patcher_extension import WrappersMP
 from comfy_extras.nodes_context_windows import ContextWindowsManualNode
 from common import relative_error
@@ -99,6 +101,37 @@ def test_the_step_after_a_forecast_makes_up_for_its_error(models, monkeypatch, k
         assert relative_error(latents[step + 2], expected) < 1e-5
         uncorrected = torch.lerp(after, latents[step + 1], next_share)
         assert relative_error(latents[step + 2], uncorrected) > 1e-4
+
+
+def on_a_line(sound_turns, seen_levels):
+    """A wrapper in place of LTX-2: answers on a line, but that the sound's may turn back on it."""
+
+    def answer(executor, x, t, *args, **kwargs):
+        seen_levels.append(float(t.max()))
+        level = log_snr(seen_levels[-1], is_flow=True) + 5
+        denoised = torch.full_like(x, level)
+        sound = denoised[..., -math.prod(TINY["ltxav"].sound) :]
+        sound.fill_(abs(level) if sound_turns else level)
+        return denoised
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("sound_turns", "is_kept", "more"),
+    [(False, False, set()), (True, False, {13}), (True, True, set())],
+    ids=["both go on", "the sound turns", "a sound that the host keeps"],
+)
+def test_a_step_runs_where_the_sound_of_a_video_turns(models, sound_turns, is_kept, more):
+    """The sound is so small a part of the latent that it changes next to nothing of it."""
+    model, seen_levels = models("ltxav").clone(), []
+    model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "line", on_a_line(sound_turns, seen_levels))
+    mask = NestedTensor([torch.ones(1, 1, 1, 1, 1), torch.zeros(1, 1, 1, 1)]) if is_kept else None
+    sampled(attach(model, fast()), 20, "ltxav", noise_mask=mask)
+    sampling = model.get_model_object("model_sampling")
+    levels = comfy.samplers.calculate_sigmas(sampling, "simple", 20).tolist()
+    running = {levels.index(level) for level in seen_levels}
+    assert running == {0, 1, 2, 3, 4, 7, 9, 12, 14, 17, 18, 19} | more
 
 
 @pytest.mark.newest_only

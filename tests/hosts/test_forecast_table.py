@@ -9,14 +9,17 @@ from itertools import combinations, product
 import pytest
 import torch
 from comfyui_version import __version__
+from common import relative_error
 
 from tools.environment import NEWEST, is_earlier
 
 if is_earlier(__version__, NEWEST):
     pytest.skip(f"ComfyUI {__version__} lacks some of the nodes", allow_module_level=True)
 
+from comfy.ldm.minimax import model as minimax
+
 from benchmarks.forecasts import __main__ as command
-from benchmarks.forecasts import cells, denoiser
+from benchmarks.forecasts import cells, denoiser, sound
 from benchmarks.forecasts.cells import ASIDE, FORECAST, NONE, WRONG, Cell, Graph
 from benchmarks.forecasts.situations import SITUATIONS
 from benchmarks.forecasts.subjects import TRAINED_FLOW
@@ -71,6 +74,65 @@ def test_the_denoiser_gives_the_mean_of_the_pictures_that_a_latent_may_hold(powe
     expected = centre.flatten() + share * covariance @ torch.linalg.solve(of_latent, off)
     actual = denoiser.denoised(latent, centre, noise, variance, power)
     torch.testing.assert_close(actual.flatten().double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_the_denoiser_weighs_means_by_how_likely_they_are():
+    """Against the densities of the latent, by the covariance of each."""
+    high, wide, noise, variance = 4, 6, 0.6, 0.8
+    latent, *centres = torch.randn(4, 1, 1, high, wide, generator=torch.Generator().manual_seed(0))
+    waves = torch.fft.fft2(torch.eye(high * wide, dtype=torch.complex128).reshape(-1, high, wide))
+    waves = waves.reshape(high * wide, -1) / (high * wide) ** 0.5
+    spectrum = variance * denoiser._spectrum(high, wide, 1.0).double().flatten()
+    covariance = (waves.conj() * ((1 - noise) ** 2 * spectrum + noise**2) @ waves.T).real
+    densities = [
+        torch.distributions.MultivariateNormal((1 - noise) * each.double().flatten(), covariance)
+        for each in centres
+    ]
+    weights = torch.stack([each.log_prob(latent.double().flatten()) for each in densities]).softmax(
+        0
+    )
+    guesses = [denoiser.denoised(latent, each, noise, variance, 1.0) for each in centres]
+    expected = sum(weight * guess for weight, guess in zip(weights, guesses, strict=True))
+    actual = denoiser.denoised_one_of(latent, centres, noise, variance, 1.0)
+    assert weights.max() < 0.9
+    torch.testing.assert_close(actual.double(), expected.double(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("noise", [0.02, 0.5, 0.98])
+def test_the_sound_of_minimax_h3_has_the_noise_that_the_host_gives_it(noise):
+    """Its answer leads along the host's slope, and carried four times as loud the same way."""
+    tensor = torch.tensor(noise)
+    own = float(minimax.time_shift_sigma(tensor, 12.0, 3.0))
+    slope = float(minimax.time_shift_slope(tensor, 12.0, 3.0))
+    clean, added = torch.randn(2, 1, 32, 2, 4, generator=torch.Generator().manual_seed(0))
+    latent = own * added + (1 - own) * clean
+    seen = []
+
+    def denoise(latent, noise):
+        seen.append((latent, noise))
+        return clean
+
+    answer = sound._as_in_030(latent, denoise, noise)
+    torch.testing.assert_close(answer, slope * (added - clean), atol=1e-4, rtol=1e-4)
+    carried = noise * added + (1 - noise) * 4 * clean
+    torch.testing.assert_close(
+        sound._as_in_031(carried, denoise, noise), added - 4 * clean, atol=1e-4, rtol=1e-4
+    )
+    for given, level in seen:
+        torch.testing.assert_close(given, latent, atol=1e-4, rtol=1e-4)
+        assert level == pytest.approx(own)
+
+
+def test_a_run_with_sound_is_compared_with_as_many_fewer_steps():
+    """LTX-2 in 8 steps, with one seed twice: the sound is not that of the picture's error."""
+    asked = sound.Run("LTX-2", "any sound", 8, 3.0)
+    errors = sound.errors_of(asked, (1, 1))
+    assert errors.evaluated == [6, 6] and errors.ours[0] == errors.ours[1]
+    plain, six = asked.sampled(1)[0], replace(asked, steps=6).sampled(1)[0]
+    expected = [relative_error(one, other) for one, other in zip(six, plain, strict=True)]
+    assert errors.fewer[0] == pytest.approx(expected, rel=1e-3)
+    assert all(ours < fewer for ours, fewer in zip(errors.ours[0], errors.fewer[0], strict=True))
+    assert errors.in_words().startswith("6 | 0.0")
 
 
 @pytest.fixture(scope="module")

@@ -114,6 +114,12 @@ def run(kept, step, answer, call=0):
     return kept.observe(step, answer, call)
 
 
+def guided_run(kept, step, answer):
+    """The same of a call whose answer a host guides to what it is."""
+    run(kept, step, answer)
+    kept.note_guided(step, answer)
+
+
 def letters(kept, steps):
     """Which of these steps ran and which were forecast, given what a run of them would answer."""
     line = ""
@@ -297,6 +303,35 @@ def test_the_model_runs_where_answers_take_back_half_of_a_change(back, is_foreca
     step = at(3, 0.0, 8)
     assert (predicted(kept, step, ONE) is not None) == is_forecast
     assert kept.reason == (None if is_forecast else reasons.TURNS)
+
+
+STREAMS = slice(0, 250), slice(250, 256)
+"""A large and a small one, in the numbers of a sample."""
+
+
+@pytest.mark.parametrize(("streams", "is_forecast"), [((), True), (STREAMS, False)])
+def test_the_model_runs_where_a_small_stream_takes_back_half_of_its_change(streams, is_forecast):
+    """In one sample of two, while the large one goes on."""
+    change = latent(1)
+    third = ONE + 1.5 * change
+    third[1].view(-1)[250:] = (ONE + 0.4 * change)[1].flatten()[250:]
+    kept = Forecasts(0.6, streams)
+    for index, answer in enumerate((ONE, ONE + change, third)):
+        guided_run(kept, at(index, index - 4.0, 8), answer)
+    forecast = predicted(kept, at(3, 0.0, 8), ONE)
+    assert (forecast is not None) == is_forecast
+    assert kept.reason == (None if is_forecast else reasons.TURNS)
+
+
+@pytest.mark.parametrize(("streams", "forecast"), [((), "FRFRF"), (STREAMS, "RFRRF")])
+def test_a_run_is_settled_only_if_all_streams_are(streams, forecast):
+    first = ONE.clone()
+    first.flatten(1)[:, 250:] *= 0.8
+    kept = Forecasts(0.6, streams)
+    guided_run(kept, at(0, -4.0, 8), first)
+    guided_run(kept, at(1, -3.0, 8), ONE)
+    steps = [(at(index, index - 4.0, 8), index * ONE) for index in range(2, 7)]
+    assert letters(kept, steps) == forecast
 
 
 @pytest.mark.parametrize(("count", "is_forecast"), [(15, False), (16, True)])

@@ -22,7 +22,7 @@ from ..report.run_record import RunRecord
 from ..settings.config import ToMeConfig
 from ..strategies import make_strategy
 from . import host_checks, run_log, workflow
-from .forecast_part import ForecastPart, function_of
+from .forecast_part import ForecastPart, function_of, sampled_streams
 from .guided_answers import Latents
 from .merging_part import MergingPart, apply_model
 from .model_report import guarded
@@ -182,7 +182,7 @@ class _Attachment:
         guider = executor.class_obj
         given = {name: kwargs.get(name) for name in host_checks.OUTER_SAMPLE}
         given |= zip(host_checks.OUTER_SAMPLE, args, strict=False)
-        run = self._run_of(guider, given)
+        run = self._run_of(guider, given, kwargs.get("latent_shapes"))
         others = {name: value for name, value in kwargs.items() if name not in given}
         with self._kept() as keep, run.installed(guider.model_options):
             given["callback"] = run.steps.watching(given["callback"])
@@ -190,7 +190,7 @@ class _Attachment:
             keep(run)
         return result
 
-    def _run_of(self, guider: Any, given: Mapping[str, Any]) -> SamplingRun:
+    def _run_of(self, guider: Any, given: Mapping[str, Any], latent_shapes: Any) -> SamplingRun:
         """A sampling run with some arguments of ``CFGGuider.outer_sample``."""
         config, schedule = self.config, given["sigmas"].tolist()
         sampler = function_of(given["sampler"])
@@ -200,6 +200,7 @@ class _Attachment:
             forecasting = ForecastPart(
                 *(config, guider, sampler, steps, latents),
                 starts_empty=is_empty(given["latent_image"]),
+                streams=sampled_streams(latent_shapes, given["denoise_mask"]),
                 on_step=None if self.on_step is None else guarded(self.on_step),
             )
             return SamplingRun(steps, forecasting=forecasting)

@@ -52,17 +52,18 @@ class ForecastPart:
         steps: StepCount,
         latents: Latents,
         starts_empty: bool,
+        streams: Sequence[slice],
         on_step: Callable[[str], None] | None,
     ):
         """Prepare a run whose steps are counted by ``steps``, under the sampler of this name.
 
         ``latents`` follows the latents of the run. The model options of ``guider``, ComfyUI's, are
-        of this run alone. ``starts_empty`` is
-        whether the latent holds no picture. ``on_step`` is called once in every step with a short
-        text on what was done.
+        of this run alone. ``starts_empty`` is whether the latent holds no picture. ``streams`` are
+        those of the latent, see :func:`sampled_streams`. ``on_step`` is called once in every step
+        with a short text on what was done.
         """
         schedule = steps.schedule
-        self._forecasts = Forecasts(config.ratio)
+        self._forecasts = Forecasts(config.ratio, streams)
         self._steps = steps
         self._latents = latents
         self._step: ForecastStep | None = None
@@ -243,6 +244,22 @@ class ForecastPart:
         if self._on_step is not None:
             what = "forecast" if is_forecast else "model runs"
             self._on_step(f"{what}, step {done + 1}/{total}")
+
+
+def sampled_streams(shapes: Sequence[Sequence[int]] | None, mask: Tensor | None) -> list[slice]:
+    """Where each stream of a packed latent is among the numbers of a sample.
+
+    Args:
+        shapes: those of the streams, as far as the host says so.
+        mask: how much of each number is sampled. Without any, a stream is left out: the host keeps
+            it as it is, whatever the model answers.
+    """
+    streams, end = [], 0
+    for shape in shapes or ():
+        begin, end = end, end + math.prod(shape[1:])
+        if mask is None or mask.flatten(1)[:, begin:end].any():
+            streams.append(slice(begin, end))
+    return streams
 
 
 def function_of(sampler: Any) -> str:

@@ -10,7 +10,7 @@ the error.
 """
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -74,13 +74,15 @@ class _Line:
     """The line of one call of a step.
 
     Attributes:
+        streams: see :class:`Forecasts`.
         answers: the last two answers, in order, or the only one.
         total: how many answers there were.
         forecasts: the forecasts since the last of them.
-        came: the share that came of the last change that the line foretold, ``[batch]`` float32. It
-            is negative where answers turn back, as early under strong guidance.
+        came: the share that came of the last change that the line foretold, ``[batch, streams]``
+            float32. It is negative where answers turn back, as early under strong guidance.
     """
 
+    streams: Sequence[slice] = ()
     answers: list[_Answer] = field(default_factory=list)
     forecasts: list[_Forecast] = field(default_factory=list)
     total: int = 0
@@ -92,12 +94,15 @@ class _Line:
             self.total -= 1
         if len(self.answers) == 2:
             first, last = self.answers
-            before = (last.denoised - first.denoised).float().flatten(1)
-            after = (new.denoised - last.denoised).float().flatten(1)
-            foretold = before * _times(first.step, last.step, new.step)
-            came = (foretold * after).sum(1) / foretold.square().sum(1)
+            times = _times(first.step, last.step, new.step)
+            before = _apart(last.denoised - first.denoised, self.streams)
+            after = _apart(new.denoised - last.denoised, self.streams)
+            came = [
+                (old * now).sum(1) / (times * old.square().sum(1))
+                for old, now in zip(before, after, strict=True)
+            ]
             # Nothing came of no change.
-            self.came = came.nan_to_num(0.0)
+            self.came = torch.stack(came, 1).nan_to_num(0.0)
         self.answers = [*self.answers[-1:], new]
         self.forecasts = []
         self.total += 1
@@ -111,7 +116,7 @@ class _Line:
 
     @property
     def turns(self) -> bool:
-        """Whether answers turn back in any sample."""
+        """Whether answers turn back in any stream of any sample."""
         return self.came is not None and bool((self.came < _TURN).any())
 
     @property
@@ -131,10 +136,18 @@ class Forecasts:
         steps: the steps that were forecast.
     """
 
-    def __init__(self, ratio: float):
-        """For the argument, see :func:`tome_nodes.forecasting.steps.steps_that_run`."""
+    def __init__(self, ratio: float, streams: Sequence[slice] = ()):
+        """Prepare a run.
+
+        Args:
+            ratio: see :func:`tome_nodes.forecasting.steps.steps_that_run`.
+            streams: where each stream of a sample is among its numbers, if it has several, such as
+                a video and its sound. There is so little of a sound that it would not show in what
+                is decided by all numbers together.
+        """
         self.steps: set[int] = set()
         self._ratio = ratio
+        self._streams = streams
         self._lines: dict[Hashable, _Line] = {}
         self._guided: _Line | None = None
         self._latest: ForecastStep | None = None
@@ -207,7 +220,7 @@ class Forecasts:
         """
         if torch.is_grad_enabled():
             return
-        line = self._guided = self._guided or _Line()
+        line = self._guided = self._guided or _Line(self._streams)
         if step.index not in self.steps:
             correction = _correction(line, step)
             if correction is not None:
@@ -290,11 +303,20 @@ def _times(first: ForecastStep, last: ForecastStep, now: ForecastStep) -> float:
 
 
 def _is_settled(line: _Line) -> bool:
-    """Whether the first two answers of a run hardly differ, in all samples."""
+    """Whether the first two answers of a run hardly differ, in all streams of all samples."""
     if len(line.answers) < 2 or line.answers[1].step.log_snr < LEAST_SNR:
         return False
-    before, after = (answer.denoised.float().flatten(1) for answer in line.answers)
-    return bool(((after - before).norm(dim=1) < _SETTLED * after.norm(dim=1)).all())
+    before, after = (_apart(answer.denoised, line.streams) for answer in line.answers)
+    return all(
+        bool(((now - old).norm(dim=1) < _SETTLED * now.norm(dim=1)).all())
+        for old, now in zip(before, after, strict=True)
+    )
+
+
+def _apart(latent: Tensor, streams: Sequence[slice]) -> list[Tensor]:
+    """The streams of a latent, each ``[batch, numbers]`` float32."""
+    flat = latent.float().flatten(1)
+    return [flat[:, stream] for stream in streams or (slice(None),)]
 
 
 @dataclass(frozen=True, eq=False)
