@@ -230,6 +230,7 @@ _ALL = (
     Situation("plain"),
     _second_prompt(0.2, 0.8),
     _second_prompt(0.0, 0.5),
+    _second_prompt(0.5, 1.0),
     *_in_both_orders("CFGOverride 0.2 to 0.8", _override),
     Situation("CFGZeroStar", node(CFGZeroStar)),
     Situation("CFGNorm", node(CFGNorm, strength=1.0)),
