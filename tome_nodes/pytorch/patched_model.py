@@ -12,7 +12,6 @@ from functools import partial
 from threading import local
 from types import MethodType
 from typing import Any, SupportsIndex
-from weakref import ref
 
 import torch
 from torch import nn
@@ -125,7 +124,7 @@ class NetworkPatch:
     def _calls_of(self, model: nn.Module) -> PatchedCalls:
         """The calls of a model in this thread."""
         calls: PatchedCalls | None = getattr(self._of_thread, "calls", None)
-        # Shallow copies of a model share its patch.
+        # Shallow copies of a model, such as replicas, share its patch.
         if calls is None or calls.network is not model:
             calls = self._of_thread.calls = self._host.calls(self, model)
         return calls
@@ -158,7 +157,7 @@ def detach(model: nn.Module) -> None:
 
 
 def _bind(model: nn.Module) -> None:
-    """Give a model our methods."""
+    """Give a model our methods. Copies need them anew, as each is bound to its model."""
     vars(model).update({name: MethodType(method, model) for name, method in _METHODS.items()})
 
 
@@ -171,8 +170,9 @@ def _call(model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
 def _through_patch(
     model: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
+    """Call a model through its patch; ``forward`` calls the model itself."""
     patch: NetworkPatch | None = vars(model).get(_STATE)
-    # What was compiled while the model was patched still calls this.
+    # What was compiled while the model was patched calls this later, too.
     if patch is None:
         return forward(*args, **kwargs)
     return patch.call(model, forward, *args, **kwargs)
@@ -194,21 +194,14 @@ def _copy(make: Callable[..., nn.Module], arguments: tuple[Any, ...]) -> nn.Modu
 
 def _replicate(model: nn.Module, /) -> nn.Module:
     replica = type(model)._replicate_for_data_parallel(model)
-    # It lives for one call. In a cycle, its weights would stay until they are collected.
-    vars(replica)["_call_impl"] = partial(_call_replica, ref(replica))
+    _bind(replica)
     return replica
 
 
-def _call_replica(replica: "ref[nn.Module]", /, *args: Any, **kwargs: Any) -> Any:
-    model = replica()
-    assert model is not None
-    return _call(model, *args, **kwargs)
-
-
-# Copying and pickling ask the model itself for the second, not its class.
+# Copying and pickling ask the model for __reduce_ex__, not its class.
 _METHODS: Mapping[str, Callable[..., Any]] = {
     "_call_impl": _call,
     "__reduce_ex__": _reduce,
     "_replicate_for_data_parallel": _replicate,
 }
-"""The methods that a patched model has of us."""
+"""What a patched model has in place of methods of its class."""
