@@ -273,7 +273,7 @@ def test_applying_again_replaces_the_settings_unless_an_option_is_bad(unet):
     assert torch.equal(call(unet), once)
     tome_nodes.apply_patch(unet, ratio=0.7, merge_mlp=True)
     tome_nodes.apply_patch(unet, ratio=0.3)
-    assert len(type(unet).__mro__) == len(UNet2DConditionModel.__mro__) + 1
+    assert type(unet) is UNet2DConditionModel
     assert torch.equal(call(unet), once)
     tome_nodes.apply_patch(unet, ratio=0.0)
     assert attributes(unet) == before
@@ -286,8 +286,21 @@ def replica(unet):
     return other
 
 
+def parallel_replica(unet):
+    """The same of ``DataParallel``."""
+    other = unet._replicate_for_data_parallel()
+    other._modules = copy.deepcopy(unet._modules)
+    return other
+
+
 @pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda unet: pickle.loads(pickle.dumps(unet)), replica]
+    "copied",
+    [
+        copy.deepcopy,
+        lambda unet: pickle.loads(pickle.dumps(unet)),
+        replica,
+        parallel_replica,
+    ],
 )
 def test_a_copy_merges_in_its_own_weights(unet, copied):
     tome_nodes.apply_patch(unet, merge_mlp=True)
@@ -299,8 +312,7 @@ def test_a_copy_merges_in_its_own_weights(unet, copied):
     assert torch.equal(call(other), expected)
     tome_nodes.remove_patch(other)
     assert not torch.equal(call(other), expected)
-    assert type(other) is UNet2DConditionModel
-    assert type(unet) is not UNet2DConditionModel
+    assert type(other) is type(unet) is UNet2DConditionModel
 
 
 @pytest.mark.parametrize(
@@ -407,6 +419,21 @@ IN_STACKS = {"scope": "stack", "strategy": "window"}
 )
 def test_torch_compile_makes_whole_graphs_once(fresh_compiler, options, way):
     check_compiled(sd15(COMPILED[way]), way, **options)
+
+
+def test_what_a_unet_compiled_of_itself_before_it_was_patched_runs_merged(fresh_compiler):
+    unet, graphs = make_unet("one_block"), CompileCounter()
+    plain = call(unet)
+    unet.compile(backend=graphs, fullgraph=True)
+    compiled, counts = unet._compiled_call_impl, []
+    for _ in range(2):
+        tome_nodes.apply_patch(unet)
+        assert relative_error(call(unet), plain) > 1e-3
+        tome_nodes.remove_patch(unet)
+        assert relative_error(call(unet), plain) < ROUNDING
+        assert unet._compiled_call_impl is compiled
+        counts.append(graphs.frame_count)
+    assert counts[0] == counts[1] > 0
 
 
 def test_gradients_through_merged_tokens_are_those_of_finite_differences(unet):
@@ -650,6 +677,20 @@ class Called(torch.nn.Module):
 
     def forward(self, sample, timestep, text):
         return self.unet(sample, timestep, text, return_dict=False)[0]
+
+
+@torch.no_grad()
+def test_a_larger_model_that_is_compiled_calls_a_patched_unet(fresh_compiler):
+    unet = make_unet("one_block")
+    sample, text = inputs(unet).values()
+    plain = call(unet)
+    tome_nodes.apply_patch(unet)
+    merged = call(unet)
+    compiled = torch.compile(Called(unet), backend="eager")
+    assert relative_error(compiled(sample, torch.tensor(500), text), merged) < ROUNDING
+    tome_nodes.remove_patch(unet)
+    assert relative_error(compiled(sample, torch.tensor(500), text), plain) < ROUNDING
+    assert relative_error(merged, plain) > 1e-3
 
 
 KEPT = {

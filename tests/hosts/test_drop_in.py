@@ -12,7 +12,7 @@ import tomesd
 import torch
 from common import relative_error
 from every_option import EVERY_OPTION
-from models.pipelines import TRANSFORMERS, call, flux, make_unet, make_vae, sd15
+from models.pipelines import TRANSFORMERS, call, flux_with_vae, make_unet, sd15
 
 import tome_nodes
 from tools.environment import ROOT
@@ -64,13 +64,6 @@ def test_the_same_images_as_with_tomesd_and_no_host_or_backend_is_imported(tmp_p
     for ours, name in zip([plain, *images], ("plain", "merged", "more"), strict=True):
         assert relative_error(ours, theirs[name]) < 5e-5
     assert all(relative_error(image, plain) > 1e-3 for image in images)
-
-
-def flux_with_vae():
-    case = flux()
-    case.pipeline.register_modules(vae=make_vae(shift_factor=0.0))
-    case.arguments |= {"height": 256, "width": 256}
-    return case
 
 
 @pytest.mark.parametrize(

@@ -295,6 +295,13 @@ def flux() -> Case:
     return _case(diffusers.FluxPipeline, make_flux(), _flow(), _NO_SECOND, **_FLUX_TEXT)
 
 
+def flux_with_vae() -> Case:
+    case = flux()
+    case.pipeline.register_modules(vae=make_vae(shift_factor=0.0))
+    case.arguments |= {"height": 256, "width": 256}
+    return case
+
+
 def flux_kontext() -> Case:
     """With a reference picture behind the latent, in the same sequence."""
     given = {**_FLUX_TEXT, "image": noise(1, 4, 12, 16, seed=7), "max_area": 128 * 160}

@@ -1,14 +1,16 @@
 """Make the calls of a PyTorch module go through code of ours, and undo that.
 
-Patching gives the model a subclass of its class, whose calls go to :class:`PatchedCalls`.
-Between calls, the model holds only its settings, so copying, offloading, LoRA and saving work as
-before. torch.compile leaves the code around the model's forward out of its graph, so it finds the
-same code in every call.
+Patching gives the model methods that go before those of its class, and send its calls to
+:class:`PatchedCalls`. Its class and its ``forward`` stay, which pipelines and offloading look at.
+Between calls, the model holds only its settings, so copying, LoRA and saving work as before.
+torch.compile leaves the code around the model's forward out of its graph, so it finds the same code
+in every call.
 """
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from threading import local
+from types import MethodType
 from typing import Any, SupportsIndex
 
 import torch
@@ -25,8 +27,8 @@ from .patched_calls import PatchedCalls
 _STATE = "_tome_nodes"
 """The attribute of a patched model for its :class:`NetworkPatch`."""
 
-_OWN = "_tome_nodes_own"
-"""The attribute of our class for the model's own."""
+_COMPILED = "_compiled_call_impl"
+"""The attribute of a model for what its ``compile`` made, which PyTorch calls first."""
 
 
 # None before PyTorch 2.15.
@@ -98,11 +100,14 @@ class NetworkPatch:
         detach(model)
         if not self.config.does_nothing(self._host.forecasts):
             vars(model)[_STATE] = self
-            kind: Any = type(model)
-            model.__class__ = _patched(kind)
+            _bind(model)
+            if (compiled := vars(model).get(_COMPILED)) is not None:
+                vars(model)[_COMPILED] = partial(_through_patch, model, compiled)
 
     @skip
-    def call(self, model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def call(
+        self, model: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
         """Call a model through its host; ``forward`` calls the model itself."""
         calls = self._calls_of(model)
         if calls.is_running:
@@ -139,41 +144,64 @@ def _count_as_compiled() -> None:
 
 
 def detach(model: nn.Module) -> None:
-    """Give a patched model its own class back."""
-    own: Any = vars(type(model)).get(_OWN)
-    # A class that other code has derived from ours stays, and finds no patch.
-    if vars(model).pop(_STATE, None) is not None and own is not None:
-        model.__class__ = own
+    """Take the patch off a model, if it has one."""
+    own = vars(model)
+    if own.pop(_STATE, None) is None:
+        return
+    for name, method in _METHODS.items():
+        if getattr(own.get(name), "__func__", None) is method:
+            del own[name]
+    compiled = own.get(_COMPILED)
+    if isinstance(compiled, partial) and compiled.func is _through_patch:
+        _, own[_COMPILED] = compiled.args
 
 
-@lru_cache(maxsize=64)
-def _patched(kind: Any) -> Any:
-    """A subclass of ``kind`` whose instances are called through their patch, if any."""
-
-    def calling(name: str) -> Callable[..., Any]:
-        own = getattr(kind, name)
-
-        @skip
-        def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            patch: NetworkPatch | None = vars(self).get(_STATE)
-            if patch is None:
-                return own(self, *args, **kwargs)
-            return patch.call(self, partial(own, self), *args, **kwargs)
-
-        return call
-
-    def reduce(self: nn.Module, protocol: SupportsIndex) -> tuple[Any, ...]:
-        _, _, *state = kind.__reduce_ex__(self, protocol)
-        return _new, (kind,), *state
-
-    # The name of the class stays: a pipeline, for example, saves it.
-    attributes = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    # The second calls a model that was compiled before it was patched.
-    attributes |= {name: calling(name) for name in ("__call__", "_call_impl")}
-    return type(kind.__name__, (kind,), attributes | {"__reduce_ex__": reduce, _OWN: kind})
+def _bind(model: nn.Module) -> None:
+    """Give a model our methods. Copies need them anew, as each is bound to its model."""
+    vars(model).update({name: MethodType(method, model) for name, method in _METHODS.items()})
 
 
-def _new(kind: Any) -> Any:
-    """An empty instance of a patched class, for copies."""
-    patched = _patched(kind)
-    return patched.__new__(patched)
+@skip
+def _call(model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    return _through_patch(model, partial(type(model)._call_impl, model), *args, **kwargs)
+
+
+@skip
+def _through_patch(
+    model: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    """Call a model through its patch; ``forward`` calls the model itself."""
+    patch: NetworkPatch | None = vars(model).get(_STATE)
+    # What was compiled while the model was patched calls this later, too.
+    if patch is None:
+        return forward(*args, **kwargs)
+    return patch.call(model, forward, *args, **kwargs)
+
+
+def _reduce(model: nn.Module, protocol: SupportsIndex, /) -> tuple[Any, ...]:
+    reduced: Any = type(model).__reduce_ex__(model, protocol)
+    make, arguments, state, *rest = reduced
+    others = {name: value for name, value in state.items() if name not in _METHODS}
+    return _copy, (make, arguments), others, *rest
+
+
+def _copy(make: Callable[..., nn.Module], arguments: tuple[Any, ...]) -> nn.Module:
+    """A copy of a patched model, whose state is still to come."""
+    model = make(*arguments)
+    _bind(model)
+    return model
+
+
+def _replicate(model: nn.Module, /) -> nn.Module:
+    replica = type(model)._replicate_for_data_parallel(model)
+    _bind(replica)
+    return replica
+
+
+# Copying and pickling ask the model for __reduce_ex__, not its class.
+_METHODS: Mapping[str, Callable[..., Any]] = {
+    "_call_impl": _call,
+    "__reduce_ex__": _reduce,
+    "_replicate_for_data_parallel": _replicate,
+}
+"""What a patched model has in place of methods of its class."""
