@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import math
 import weakref
 from functools import partial
 
@@ -9,6 +10,7 @@ import comfy.model_management
 import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
+from comfy.samplers import calculate_sigmas
 from common import relative_error
 from compatibility import table
 from compatibility.neighbours import ALL, BY_NAME
@@ -111,7 +113,7 @@ def test_kept_features_go_on_beside_other_nodes(monkeypatch, name):
     if isinstance(why := alone("sdxl", neighbour), str):
         pytest.skip(why)
     monkeypatch.setattr(shallow_part, "shortest", lambda ratio: 1)
-    monkeypatch.setattr(shallow_run, "whole_evaluations", lambda ratio, count: range(FIRST))
+    monkeypatch.setattr(shallow_run, "whole_evaluations", lambda *_: range(FIRST))
     patched = neighbour.patch(attach(model_of("sdxl"), fast()), "sdxl")
     assert table.run(neighbour, patched, "sdxl").isfinite().all()
 
@@ -126,6 +128,17 @@ def test_the_planned_steps_are_shallow_and_said_to_be(sdxl, log_messages, sample
     assert torch.equal(run(patched, sampler=sampler), result)
     assert 0 < relative_error(result, run(sdxl, sampler=sampler)) < 1
     assert overridden(sdxl) == []
+
+
+def test_steps_in_noise_without_a_picture_are_shallow_first(sdxl):
+    """As with zero terminal SNR, where noise begins at 4519."""
+    model = BY_NAME["ModelSamplingDiscrete"].patch(sdxl, "sdxl")
+    sampling = model.get_model_object("model_sampling")
+    blank = int((calculate_sigmas(sampling, "karras", 20) > math.exp(4.5)).sum())
+    patched = attach(model, fast())
+    run(patched, scheduler="karras")
+    assert blank > 5
+    assert shallow_of(patched) == {*range(20)} - whole_evaluations(0.6, 20, blank) != PLANNED
 
 
 def test_only_the_outermost_blocks_run_in_a_shallow_step(sdxl):

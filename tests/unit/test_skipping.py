@@ -40,6 +40,29 @@ def test_a_plan_of_any_length_begins_whole_and_its_gaps_grow(ratio, count):
     assert all(after >= before - 1 for before, after in pairwise(gaps))
 
 
+@pytest.mark.parametrize(
+    ("count", "blank", "whole"),
+    [
+        (20, 1, [0, 1, 2, 3, 4, 6, 8, 11, 15]),
+        (20, 10, [0, 1, 2, *range(10, 14), 15, 17]),
+        (20, 18, [0, 1, 2, *range(14, 20)]),
+        (8, 5, [0, 1, 2, 5, 6, 7]),
+    ],
+)
+def test_those_before_there_is_a_picture_are_shallow_first(count, blank, whole):
+    assert sorted(whole_evaluations(0.6, count, blank)) == whole
+
+
+@given(RATIOS, RATIOS, st.integers(0, 60), st.integers(0, 60))
+def test_that_leaves_hardly_more_whole_and_the_first_as_they_are(one, other, count, blank):
+    blank = min(blank, count)
+    few, many = (whole_evaluations(ratio, count, blank) for ratio in sorted((one, other))[::-1])
+    assert len(few) <= len(many) <= count
+    assert {*range(min(FIRST, count))} <= few and max(few, default=0) < max(count, 1)
+    # The rest has a few whole ones of its own.
+    assert 0 <= len(few) - len(whole_evaluations(max(one, other), count)) <= FIRST
+
+
 @given(RATIOS, RATIOS, st.integers(0, 60))
 def test_more_ratio_never_means_more_whole_evaluations(one, other, count):
     few, many = (len(whole_evaluations(ratio, count)) for ratio in sorted((one, other))[::-1])

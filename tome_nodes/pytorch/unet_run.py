@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import reasons
 from ..report.counts import Counts
 from ..settings.config import ToMeConfig
-from ..skipping.plan import FIRST, LEAST_SNR, adds_noise, shortest
+from ..skipping.plan import BLANK, FIRST, LEAST_SNR, adds_noise, shortest
 from ..skipping.shallow_run import ShallowRun
 from .latents import Latents
 from .scheduling import Scheduling
@@ -199,7 +199,8 @@ class UNetRun:
             first, last = self._times[0], self._times[-1]
             gap = (first - last) / (len(self._times) - 1)
             self._count = 1 + math.floor(first / gap + _ROUNDING)
-        self.shallow.plan(self._count)
+        blank = sum(self._place(each) < BLANK for each in known)
+        self.shallow.plan(self._count, blank)
 
     def _rest(self) -> Sequence[float]:
         """The timesteps of this run that the scheduler has; none if it has others."""

@@ -34,9 +34,12 @@ class ShallowRun:
         self._index, self._place = 0, 0.0
         self._whole: frozenset[int] = frozenset()
 
-    def plan(self, count: int) -> None:
-        """Plan a run of so many evaluations; all are whole before that is called."""
-        self._count, self._whole = count, whole_evaluations(self._ratio, count)
+    def plan(self, count: int, blank: int = 0) -> None:
+        """Plan a run of so many evaluations; all are whole before that is called.
+
+        ``blank`` is how many of them are first in noise without a picture.
+        """
+        self._count, self._whole = count, whole_evaluations(self._ratio, count, blank)
 
     def begin(self, index: int, place: float, may_be_shallow: bool) -> None:
         """Begin an evaluation, in which the model may be called several times.
