@@ -96,9 +96,7 @@ LITTLE_ATTENTION = "little of this model's time is in self-attention; preset fas
 
 NO_RATIO = "the ratio is 0 at every step that could merge; raise it"
 
-FORECAST_GRADIENTS = (
-    "gradients are computed, which a skipped step has none of; nothing needs to be done"
-)
+FORECAST_GRADIENTS = "gradients are enabled, and a skipped step has none; nothing needs to be done"
 
 EDIT = (
     "the model's answers hardly change over the steps, as in an edit, and the run is short; take "

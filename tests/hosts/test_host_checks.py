@@ -10,6 +10,7 @@ from contextlib import ExitStack
 
 import comfy.ldm.flux.math
 import comfy.ldm.modules.attention as host_attention
+import comfy.samplers
 import pytest
 import torch
 from comfy.ldm.flux.layers import DoubleStreamBlock
@@ -21,7 +22,7 @@ from comfy.model_sampling import ModelSamplingDiscrete
 from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrappers
 from comfy.samplers import CFGGuider
 from common import relative_error
-from host import OVERRIDE, keys_only, merging, overridden, shuffle_error, with_override
+from host import OVERRIDE, fast, keys_only, merging, overridden, shuffle_error, with_override
 from host import sample as sample_unet
 from models.comfyui import TINY, UNETS, sample
 from torch import nn
@@ -44,14 +45,28 @@ def renamed(function, *names):
     return other
 
 
-def check_unpatched(model, log_messages, part):
-    patched = attach(model, merging())
+def check_unpatched(model, log_messages, part, config=None):
+    patched = attach(model, merging() if config is None else config)
     assert not is_attached(patched)
     assert log_messages() == [
         f"[ToMe] the model stays unpatched, as {host_checks.VERSION} has another {part} than "
         "this version of ToMe Nodes knows; a later one may know it"
     ]
     return patched
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "parameters", "part"),
+    [
+        (CFGGuider, "predict_noise", "self x sigma", "CFGGuider.predict_noise"),
+        (comfy.samplers, "calc_cond_batch", "model x conds", "calc_cond_batch"),
+    ],
+)
+def test_other_parameters_of_what_forecasts_wrap(
+    models, log_messages, monkeypatch, owner, name, parameters, part
+):
+    monkeypatch.setattr(owner, name, renamed(getattr(owner, name), *parameters.split()))
+    check_unpatched(models("flux"), log_messages, part, fast())
 
 
 @pytest.mark.parametrize(

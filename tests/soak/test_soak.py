@@ -125,7 +125,7 @@ def test_an_error_that_is_only_logged_is_a_failure(monkeypatch):
 
     monkeypatch.setattr(Counts, "merged_blocks", property(lambda self: 1 / 0))
     (failure,) = judged(RUN, Merging()).failures
-    assert failure.startswith("warned: [ToMe] the line of this run is missing: ZeroDivisionError")
+    assert failure.startswith("warned: [ToMe] could not log this run: ZeroDivisionError")
 
 
 @pytest.mark.parametrize("fault", [Fault("interrupt", 0.9, 1), Fault("exception", None, 1)])

@@ -15,8 +15,8 @@ _SCHEDULERS = ("simple", "sgm_uniform", "normal", "beta")
 """The schedulers to advise, those whose noise falls most evenly first."""
 
 _LONGEST = 20
-"""A run is at most so many times shorter than the schedule that it is the end of: the smallest
-``denoise`` of a second pass is 0.05."""
+"""The longest schedule to try, as a multiple of the run: at ``denoise=0.05``, a second pass runs
+the last 1/20 of its schedule."""
 
 
 def samplers_instead(levels: Sequence[float], used: str) -> tuple[str, ...]:

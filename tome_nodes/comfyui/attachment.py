@@ -228,7 +228,7 @@ class _Attachment:
 
     @contextmanager
     def _kept(self) -> Iterator[Callable[[SamplingRun], None]]:
-        """Count a run while it goes on; yields what reports it once it has ended well."""
+        """Count the run as running; call the yielded function to report it once it has ended."""
         node = workflow.running_node()
         self.runs.pop(node, None)
 

@@ -211,8 +211,8 @@ class ForecastPart:
         )
 
     def _begins_late(self, levels: Sequence[float]) -> bool:
-        """Whether the run takes over after so many steps in nearly pure noise that fewer of them
-        change little."""
+        """Whether it continues a run that left off in nearly pure noise, where fewer steps cost
+        little."""
         return self._takes_over and levels[0] < LEAST_SNR
 
     def _obstacle_before(self, sampler: str) -> str | None:

@@ -7,6 +7,7 @@ unpatched.
 import inspect
 from typing import Any
 
+import comfy.samplers
 from comfy.ldm.modules import attention
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
@@ -24,6 +25,8 @@ _APPLY_MODEL = ("x", "t", "c_concat", "c_crossattn", "control", "transformer_opt
 OUTER_SAMPLE = ("noise", "latent_image", "sampler", "sigmas", "denoise_mask", "callback")
 """The first arguments of ``CFGGuider.outer_sample``, by position."""
 _PREDICT_NOISE = ("x", "timestep", "model_options")
+_CALC_COND_BATCH = ("conds", "x_in", "timestep", "model_options")
+"""The arguments of ``calc_cond_batch`` behind the model."""
 _NOISE_LEVELS = ("percent_to_sigma", "sigma_max")
 
 
@@ -43,11 +46,13 @@ def changed_part(patcher: ModelPatcher, record: ComfyRecord, diffusion_model: An
 
 
 def changed_for_forecasts(patcher: ModelPatcher) -> str | None:
-    """The same as :func:`changed_part`, of what skipped steps rely on."""
+    """The first changed interface of ComfyUI that skipped steps need, else None."""
     return _first_changed(
         patcher,
         ("CFGGuider.predict_noise", begins_with(CFGGuider, "predict_noise", *_PREDICT_NOISE)),
+        ("calc_cond_batch", begins_with(comfy.samplers, "calc_cond_batch", *_CALC_COND_BATCH)),
         ("the wrapper of guided answers", hasattr(WrappersMP, "PREDICT_NOISE")),
+        ("the wrapper of calc_cond_batch", hasattr(WrappersMP, "CALC_COND_BATCH")),
     )
 
 
@@ -63,8 +68,9 @@ def _first_changed(patcher: ModelPatcher, *others: tuple[str, bool]) -> str | No
     return next((part for part, is_known in parts if not is_known), None)
 
 
-def begins_with(kind: type, method: str, *names: str) -> bool:
-    """Whether a class has a method with these first parameters, not counting ``self``."""
+def begins_with(kind: Any, method: str, *names: str) -> bool:
+    """Whether a class has a method with these parameters behind ``self``, or a module a function
+    with these behind its first one."""
     function = getattr(kind, method, None)
     known = () if function is None else tuple(inspect.signature(function).parameters)
     return known[1 : len(names) + 1] == names

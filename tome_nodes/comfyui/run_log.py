@@ -27,7 +27,7 @@ def note(last_runs: Sequence[RunRecord]) -> None:
                 runs = get_progress_state().handlers.setdefault(KEY, _Runs())
                 runs.add(context.node_id, last)
     except Exception as error:
-        log.warning("[ToMe] the line of this run is missing: %s: %s", type(error).__name__, error)
+        log.warning("[ToMe] could not log this run: %s: %s", type(error).__name__, error)
 
 
 def say(text: str) -> None:

@@ -97,7 +97,7 @@ class StepCount:
         return {step: clock.between(first, mark) for step, mark in self._begun.items()}
 
     def _count(self, step: int) -> None:
-        """Count a step that the sampler says is done, while it says so of one after the other.
+        """Count a step that the sampler says is done; trust its count until it is out of order.
 
         If a sampler evaluates a step twice, the second evaluation counts as the next step's, as the
         sampler calls back before it.

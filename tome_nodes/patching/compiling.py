@@ -35,8 +35,8 @@ def has_no_more_graphs(error: Exception) -> bool:
 
 def with_graphs_so_far(call: Callable[[], Result]) -> Result:
     """The result of a call that makes no graphs, but may use the graphs so far."""
-    # Within a compiled model, no stance can be taken; a compiled model within the call goes by the
-    # stance.
+    # ``set_stance`` raises within a compiled frame, so that is left first. Compiled models within
+    # the call keep to the stance.
     within = eval_frame.set_eval_frame(False)
     try:
         with torch.compiler.set_stance("eager_on_recompile"):

@@ -191,7 +191,7 @@ class UNetBlock(Block):
                 if self.evaluation.by_stack and self.attends_to_itself:
                     shared.keys = self.weights(plan.log_sizes, x)
                     if shared.keys is not None:
-                        # Until a self-attention is called, another node attends in its place.
+                        # Assume that attention is replaced; our override clears this.
                         shared.keys.note(reasons.OTHER_ATTENTION)
                 return self._run_in_stack(shared, forward, merged, *args, **kwargs)
             outcome.merged(x.shape[1], plan)

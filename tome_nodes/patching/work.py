@@ -90,7 +90,7 @@ class Work:
                 self._elsewhere[level] += _linear(module)
 
     def of(self, latent: Grid) -> float:
-        """Those of an evaluation on all tokens."""
+        """The multiplications of one evaluation that merges nothing."""
         elsewhere = (
             count * latent.downsampled(level).tokens for level, count in self._elsewhere.items()
         )

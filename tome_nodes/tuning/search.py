@@ -71,7 +71,7 @@ class Measured:
     def __post_init__(self) -> None:
         numbers = self.seconds, self.unpatched, self.change
         if not all(map(isfinite, numbers)) or min(self.seconds, self.unpatched) <= 0:
-            raise ValueError(f"{numbers} are no times and change")
+            raise ValueError(f"times must be positive and all figures finite; got {numbers}")
 
     @property
     def speed(self) -> float:

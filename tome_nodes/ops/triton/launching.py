@@ -76,7 +76,7 @@ def launch(
 
 
 def _key(known: tuple[Any, ...], tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...] | None:
-    """What is known, and the dtypes; None if a tensor begins where no wide load can."""
+    """The key of a compiled kernel; None if a tensor is not aligned for wide loads."""
     dtypes: list[torch.dtype | None] = []
     addresses = 0
     for tensor in tensors:
