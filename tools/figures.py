@@ -77,6 +77,7 @@ def tables() -> dict[Path, dict[str, str]]:
     """The tables of each page, by the name in their markers."""
     return {
         ROOT / "README.md": {"work": _work()},
+        ROOT / "web" / "docs" / "ToMePatchModel.md": {"work": _work()},
         ROOT / "docs" / "measured.md": {
             "work by size": _work_by_size(),
             "presets": _presets(),

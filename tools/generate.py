@@ -83,15 +83,14 @@ def files() -> dict[Path, str]:
     """The text that each generated file should have."""
     locale = json.dumps(english(), indent=2, ensure_ascii=False) + "\n"
     made = {LOCALES / "en" / "nodeDefs.json": locale, **figures.plots()}
-    for node in CAPTIONS:
-        page = PAGES / f"{node.id}.md"
-        made[page] = _filled(page.read_text(encoding="utf-8"), _lists(node))
-    for page, tables in figures.tables().items():
-        text = page.read_text(encoding="utf-8")
-        if lost := tables.keys() - {name for _, name, _ in MARKED.findall(text)}:
+    lists = {PAGES / f"{node.id}.md": _lists(node) for node in CAPTIONS}
+    tables = figures.tables()
+    for page in lists | tables:
+        text, measured = page.read_text(encoding="utf-8"), tables.get(page, {})
+        if lost := measured.keys() - {name for _, name, _ in MARKED.findall(text)}:
             markers = ", ".join(f"<!-- generated: {name} -->" for name in sorted(lost))
             raise ToolError(f"{page.relative_to(ROOT).as_posix()} has no {markers}")
-        made[page] = _filled(text, tables)
+        made[page] = _filled(text, {**lists.get(page, {}), **measured})
     return made
 
 

@@ -83,6 +83,13 @@ def test_every_text_of_a_node_is_in_its_help_page():
                 assert not text or f"\n- **{name}**: {text}\n" in page, name
 
 
+def test_no_tooltip_is_longer_than_anybody_reads():
+    texts = dict(generate.texts_of(generate.english()))
+    assert {path: text for path, text in texts.items() if len(text.split()) > 60} == {}
+    sentences = texts["ToMePatchModel.ratio"].rstrip(".").split(". ")
+    assert len(sentences) == 2
+
+
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_every_text_is_translated(language):
     assert generate.unmatched(language) == []
