@@ -16,7 +16,7 @@ Graph = dict[str, dict[str, Any]]
 SAMPLERS = ("KSampler", "KSamplerAdvanced", "SamplerCustom", "SamplerCustomAdvanced")
 LOADERS = ("CheckpointLoaderSimple", "ImageOnlyCheckpointLoader")
 PATCH = "ToMePatchModel"
-PAINTER = "ToMeDemoPainter"
+PAINTER = "DemoPainter"
 """The node in `tools/demo_nodes` that stands in for a loader."""
 
 

@@ -68,4 +68,4 @@ class Painter:
         return sticker_unet.load(), Vocabulary(), Decoder()
 
 
-NODE_CLASS_MAPPINGS = {"ToMeDemoPainter": Painter}
+NODE_CLASS_MAPPINGS = {"DemoPainter": Painter}
