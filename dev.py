@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent
 TESTS = ROOT / "tests"
 GRACE_SECONDS = 15
 
-# The demo runs tiny models of the tests.
+# The demo runs models of the tests.
 sys.path.append(str(TESTS))
 
 # The whole suite runs in two processes; all tests that need the server share one of them.
@@ -75,7 +75,7 @@ def main() -> int:
 
 
 def demo(arguments: argparse.Namespace, _: list[str]) -> int:
-    """Run a workflow with ToMe off and on, and compare times and images."""
+    """Run a workflow with ToMe off and on, and compare times and pictures."""
     from tools import demo, environment
 
     # Report a mistake in the options before minutes of set-up.
@@ -230,7 +230,7 @@ def _parser() -> argparse.ArgumentParser:
         "user could pick changes, and what it takes: --quick, --only, --steps, --names; "
         "with --forecasts, whether forecasts change more than fewer steps: --quick, --only; "
         "with --sound, the same of each stream of a video with sound: --scheduler, --denoise, "
-        "--together; with --picture, the picture of off and on: --model, --repeats; with "
+        "--together; with --picture, pictures of off and on: --model, --repeats; with "
         "--host-time, what merging adds before any kernel runs: --quick; with --train, train a "
         "UNet that --fidelity can ask: stickers or stickers_sd15, --minutes, --rate; with --drawn, "
         "shallow steps of such a UNet in cells drawn by chance: --cells, --seed; "

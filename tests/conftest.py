@@ -101,7 +101,10 @@ def serving(base, *arguments):
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("server")) as running:
+    from tools.demo import NODES, search
+
+    base = tmp_path_factory.mktemp("server")
+    with serving(base, *search({"custom_nodes": NODES}, base)) as running:
         yield running
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from tools.steps import timed
 FOLDER = ROOT / "demo"
 DEFAULT_WORKFLOW = ROOT / "workflows" / "api" / "tome_hires_fix.json"
 
-# What a CPU can run in a few minutes. The size stays, as larger pictures merge more.
-CPU_STEPS = 1
+NODES = ROOT / "tools" / "demo_nodes"
+PROMPT = "a mushroom on green clouds"
+"""What the demo's own model is asked for; it knows few words."""
 
 # SD 1.5 has the real architecture and size, so it takes as long as a real checkpoint. SDXL is
 # smaller than the real one, which would need 16 GB of memory.
@@ -29,11 +31,19 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {"sd15": {"levels": 4, "full_width": Tr
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the demo's options to `parser`."""
-    parser.add_argument(
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument(
         "--checkpoint",
         type=Path,
         metavar="FILE",
-        help="a real checkpoint (default: one with random weights, which is made first)",
+        help="a real checkpoint; on a CPU, this can take an hour (default: a small trained model "
+        "of stickers)",
+    )
+    model.add_argument(
+        "--full",
+        action="store_true",
+        help="a checkpoint with the shapes of SD 1.5 and random weights, which takes as long as a "
+        "real one, and paints noise",
     )
     parser.add_argument(
         "--workflow",
@@ -45,11 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="where to run (default: cpu)"
-    )
-    parser.add_argument(
-        "--full",
-        action="store_true",
-        help="run the workflow with all its steps even on a CPU; this can take an hour",
     )
 
 
@@ -72,29 +77,33 @@ def run(arguments: argparse.Namespace) -> None:
     from tools.server import ComfyServer
 
     graph = read_graph(arguments)
-    checkpoint = _checkpoint(arguments.checkpoint, graph)
-    graph = workflow.with_checkpoint(graph, checkpoint.name)
-    shrink = arguments.device == "cpu" and not arguments.full
-    if shrink:
-        graph = workflow.with_steps(graph, CPU_STEPS)
-    _introduce(arguments, shrink)
+    folders = {}
+    if arguments.checkpoint or arguments.full:
+        checkpoint = _checkpoint(arguments.checkpoint, graph)
+        graph = workflow.with_checkpoint(graph, checkpoint.name)
+        folders["checkpoints"] = checkpoint.parent
+    else:
+        graph = workflow.painted(graph, PROMPT)
+        folders["custom_nodes"] = NODES
+    _introduce(arguments)
 
-    server = ComfyServer(FOLDER, device=arguments.device, arguments=_model_folder(checkpoint))
+    server = ComfyServer(FOLDER, device=arguments.device, arguments=search(folders, FOLDER))
     try:
         with timed("Starting the server"):
             server.start()
-        with timed("Loading the checkpoint and warming up"):
+        with timed("Loading the model and warming up"):
             server.run(workflow.with_steps(workflow.with_scale(graph, 0.25), 1))
         comparison = compare(server, graph)
     finally:
         server.stop()
 
-    print("", comparison.table(), "", *comparison.said(), sep="\n")
-    for name, run in (("off", comparison.off), ("on", comparison.on)):
-        if run.image is not None:
-            file = FOLDER / f"tome_{name}.png"
-            file.write_bytes(run.image)
-            print(f"Image with ToMe {name}: {_short(file)}")
+    print("", comparison.table(), "", *comparison.said(), "", sep="\n")
+    if (pictures := comparison.pictures()) is not None:
+        file = FOLDER / "off-and-on.jpg"
+        pictures.save(file, quality=85, optimize=True)
+        print(f"The two pictures: {_short(file)}")
+    print(f"The pictures alone, as ComfyUI saved them: {_short(FOLDER / 'output')}")
+    print(f"The server's log: {_short(server.log_file)}")
 
 
 def _checkpoint(chosen: Path | None, graph: workflow.Graph) -> Path:
@@ -111,15 +120,18 @@ def _checkpoint(chosen: Path | None, graph: workflow.Graph) -> Path:
     return file
 
 
-def _model_folder(checkpoint: Path) -> list[str]:
-    """The server's arguments to also look for checkpoints in the folder of `checkpoint`."""
-    if checkpoint.is_relative_to(FOLDER):
-        return []
-    configuration = FOLDER / "model_folders.yaml"
+def search(folders: Mapping[str, Path], base: Path) -> list[str]:
+    """The server's arguments to also look in folders for what their names say.
+
+    Args:
+        folders: folders by what ComfyUI finds there, such as `checkpoints`.
+        base: the folder of the server's data, for the file that names them.
+    """
+    base.mkdir(exist_ok=True)
+    configuration = base / "folders.yaml"
     # JSON is valid YAML.
-    folders = {"demo": {"checkpoints": str(checkpoint.parent)}}
-    FOLDER.mkdir(exist_ok=True)
-    configuration.write_text(json.dumps(folders), encoding="utf-8")
+    paths = {name: str(folder) for name, folder in folders.items()}
+    configuration.write_text(json.dumps({"demo": paths}), encoding="utf-8")
     return [f"--extra-model-paths-config={configuration}"]
 
 
@@ -127,16 +139,13 @@ def _short(path: Path) -> Path:
     return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
 
 
-def _introduce(arguments: argparse.Namespace, shrink: bool) -> None:
-    print(f"Workflow:   {_short(arguments.workflow)}")
+def _introduce(arguments: argparse.Namespace) -> None:
+    model = "a small trained UNet with the layout of SDXL, without a text encoder and a VAE"
     if arguments.checkpoint:
-        print(f"Checkpoint: {arguments.checkpoint}")
-    else:
-        print("Checkpoint: random weights, so the images are noise; --checkpoint takes a real one")
-    if shrink:
-        print(
-            f"Device:     cpu, so {CPU_STEPS} step in each pass and none to skip; --full runs all"
-        )
-    else:
-        print(f"Device:     {arguments.device}")
+        model = str(arguments.checkpoint)
+    elif arguments.full:
+        model = "random weights in the shapes of a checkpoint, so the pictures are noise"
+    print(f"Workflow:   {_short(arguments.workflow)}, all its steps")
+    print(f"Model:      {model}")
+    print(f"Device:     {arguments.device}")
     print("Off and on: off sets the ratio of the ToMe nodes to 0, which is the plain model\n")

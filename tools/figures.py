@@ -1,4 +1,4 @@
-"""Tables of the pages whose figures come from the results of benchmarks.
+"""Tables and a plot of the pages whose figures come from the results of benchmarks.
 
 ``dev.py generate`` writes them, and ``dev.py lint`` fails where a page has other figures than the
 results. Standard library only.
@@ -7,7 +7,6 @@ results. Standard library only.
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -29,6 +28,7 @@ from benchmarks.fidelity.shares import (
 )
 from tome_nodes.settings.presets import PRESETS
 from tools.environment import ROOT
+from tools.plot import plot
 
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -76,7 +76,8 @@ _COMPARED: Sequence[tuple[str, str, Sequence[int], Sequence[str]]] = (
 def tables() -> dict[Path, dict[str, str]]:
     """The tables of each page, by the name in their markers."""
     return {
-        ROOT / "README.md": {"work": _work(), "skipped": _skipped()},
+        ROOT / "README.md": {"work": _work()},
+        ROOT / "web" / "docs" / "ToMePatchModel.md": {"work": _work()},
         ROOT / "docs" / "measured.md": {
             "work by size": _work_by_size(),
             "presets": _presets(),
@@ -84,6 +85,18 @@ def tables() -> dict[Path, dict[str, str]]:
         },
         ROOT / "benchmarks" / "FIDELITY.md": {"errors": _errors(), "shallow": _shallow()},
     }
+
+
+def plots() -> dict[Path, str]:
+    """The plots by their files."""
+    panels = (
+        ("UNet, 20 steps", "stickers", 20),
+        ("UNet, second pass", "hires", 8),
+        ("Transformer, 20 steps", "image", 20),
+        ("Transformer, second pass", "second", 8),
+    )
+    shown = [(title, rows(judge, steps)) for title, judge, steps in panels]
+    return {ROOT / "docs" / "change-and-work.svg": plot(shown)}
 
 
 @cache
@@ -94,25 +107,37 @@ def _counted() -> Mapping[str, Mapping[str, Any]]:
 
 
 def _work() -> str:
-    """The work that is left of whole runs."""
+    """How many times less work whole runs are."""
     asked = (
+        ("SDXL", 1536, "second pass"),
+        ("SDXL", 1024, "20 steps"),
+        ("SDXL", 1024, "8 steps"),
+        ("SDXL", 2048, "20 steps"),
+        ("SD 1.5", 1024, "second pass"),
         ("SD 1.5", 512, "20 steps"),
         ("SD 1.5", 1024, "20 steps"),
         ("SD 1.5", 2048, "20 steps"),
-        ("SDXL", 1024, "8 steps"),
-        ("SDXL", 1024, "20 steps"),
-        ("SDXL", 2048, "20 steps"),
-        ("SD 1.5", 1024, "second pass"),
-        ("SDXL", 1536, "second pass"),
     )
 
     def cells(model: str, side: int, run: str) -> Iterator[str]:
         size = f"{model} at {side}×{side}"
-        yield f"A second pass of 8 steps, {size}" if run == "second pass" else f"{size}, {run}"
+        yield f"{size}, second pass of 8 steps" if run == "second pass" else f"{size}, {run}"
         row = _counted()[f"{model}, {side}x{side}"]
-        yield from (f"{row[f'{run}, {preset}']:.2f}" for preset in ("balanced", "fast"))
+        yield from (f"{1 / row[f'{run}, {preset}']:.1f}" for preset in ("balanced", "fast"))
 
-    return table(("You run", "Default", "*fast*"), ([*cells(*each)] for each in asked))
+    def forecast(judge: str, steps: int) -> str:
+        return f"{steps / (steps - _skipped_in(judge, steps)):.1f}"
+
+    body = [[*cells(*each)] for each in asked]
+    body += [
+        [f"{model} at any size, {steps} steps", forecast(judge, steps), "the same"]
+        for model, judge, numbers in (
+            ("Transformers", "image", (20, 8)),
+            ("Videos", "video", (20,)),
+        )
+        for steps in numbers
+    ]
+    return table(("You run", "Default", "*fast*"), body)
 
 
 def _work_by_size() -> str:
@@ -165,38 +190,6 @@ def _share(judge: str, steps: int, name: str = "fast 0.6", kind: str = STEPS) ->
     return found
 
 
-def _skipped() -> str:
-    """What skipping steps changes on transformers."""
-    whole, skipped = (_seconds(method) for method in ("unpatched", "the defaults"))
-    flux = f"Flux's single blocks at 1024×1024 took {skipped} s instead of {whole} s (H200)"
-    multistep = [
-        _share(judge, steps)
-        for judge, steps in (("few_multistep", 8), ("video_multistep", 8), ("video_multistep", 20))
-    ]
-    return table(
-        ("You run", "Skipped", "Change, where fewer steps have 1"),
-        (
-            (
-                "8 steps",
-                f"{_skipped_in('image', 8)}: {flux}",
-                f"{_share('image', 8):.2f}; turbo models {_share('few', 8):.2f}, "
-                f"videos {_share('video', 8):.2f}",
-            ),
-            (
-                "20 steps",
-                f"{_skipped_in('image', 20)}; videos {_skipped_in('video', 20)}",
-                f"{_share('image', 20):.2f}; videos {_share('video', 20):.2f}",
-            ),
-            ("4 steps, turbo models", _skipped_in("few", 4), f"{_share('few', 4):.2f}"),
-            (
-                "8 steps or more of res_multistep",
-                "as above",
-                f"{min(multistep):.2f} to {max(multistep):.2f}",
-            ),
-        ),
-    )
-
-
 _ON_STICKERS: Sequence[tuple[str, str, Sequence[int]]] = (
     ("dpmpp_2m", "stickers", (20, 12, 8)),
     ("euler", "stickers_euler", (20, 12, 8)),
@@ -229,13 +222,6 @@ def _shallow() -> str:
         for steps in numbers
     )
     return table(head, body)
-
-
-def _seconds(method: str) -> str:
-    """The seconds of a run of Flux on a GPU."""
-    measured = json.loads((RESULTS / "gpu-3.json").read_text(encoding="utf-8"))["whole_runs"]
-    flux = next(run for run in measured if (run["name"], run["size"]) == ("Flux", "1024x1024"))
-    return f"{statistics.median(flux['methods'][method]['seconds']):.2f}"
 
 
 def _presets() -> str:

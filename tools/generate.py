@@ -4,12 +4,12 @@
     python3 dev.py generate --check
     python3 dev.py generate --translated ko
 
-It writes `locales/en/nodeDefs.json`, and what is between the markers of the pages: lists of the
-help pages from `tome_nodes/comfyui/node_texts.py`, tables from the results of benchmarks by
-`tools/figures.py`. With --check, nothing is written, and the exit code is 1 if anything would be.
-Other languages need a translator. With --translated, it also records that all texts of a language
-are translations of the current English ones; until then, it lists the outdated. Standard library
-only.
+It writes `locales/en/nodeDefs.json`, the README's plot, and what is between the markers of the
+pages: lists of the help pages from `tome_nodes/comfyui/node_texts.py`, tables from the results of
+benchmarks by `tools/figures.py`. With --check, nothing is written, and the exit code is 1 if
+anything would be. Other languages need a translator. With --translated, it also records that all
+texts of a language are translations of the current English ones; until then, it lists the outdated.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -82,16 +82,15 @@ def english() -> dict[str, Any]:
 def files() -> dict[Path, str]:
     """The text that each generated file should have."""
     locale = json.dumps(english(), indent=2, ensure_ascii=False) + "\n"
-    made = {LOCALES / "en" / "nodeDefs.json": locale}
-    for node in CAPTIONS:
-        page = PAGES / f"{node.id}.md"
-        made[page] = _filled(page.read_text(encoding="utf-8"), _lists(node))
-    for page, tables in figures.tables().items():
-        text = page.read_text(encoding="utf-8")
-        if lost := tables.keys() - {name for _, name, _ in MARKED.findall(text)}:
+    made = {LOCALES / "en" / "nodeDefs.json": locale, **figures.plots()}
+    lists = {PAGES / f"{node.id}.md": _lists(node) for node in CAPTIONS}
+    tables = figures.tables()
+    for page in lists | tables:
+        text, measured = page.read_text(encoding="utf-8"), tables.get(page, {})
+        if lost := measured.keys() - {name for _, name, _ in MARKED.findall(text)}:
             markers = ", ".join(f"<!-- generated: {name} -->" for name in sorted(lost))
             raise ToolError(f"{page.relative_to(ROOT).as_posix()} has no {markers}")
-        made[page] = _filled(text, tables)
+        made[page] = _filled(text, {**lists.get(page, {}), **measured})
     return made
 
 

@@ -16,6 +16,8 @@ Graph = dict[str, dict[str, Any]]
 SAMPLERS = ("KSampler", "KSamplerAdvanced", "SamplerCustom", "SamplerCustomAdvanced")
 LOADERS = ("CheckpointLoaderSimple", "ImageOnlyCheckpointLoader")
 PATCH = "ToMePatchModel"
+PAINTER = "DemoPainter"
+"""The node in `tools/demo_nodes` that stands in for a loader."""
 
 
 def load_graph(path: Path) -> Graph:
@@ -52,6 +54,19 @@ def checkpoint_names(graph: Graph) -> list[str]:
 def with_checkpoint(graph: Graph, name: str) -> Graph:
     """The graph with `name` in all of its checkpoint loaders."""
     return _with_input(graph, "ckpt_name", name, *LOADERS)
+
+
+def painted(graph: Graph, prompt: str) -> Graph:
+    """The graph with the demo's own model in all of its checkpoint loaders, and with a prompt."""
+    changed = copy.deepcopy(graph)
+    for node in graph.values():
+        positive = node["inputs"].get("positive")
+        if isinstance(positive, list) and "text" in changed[positive[0]]["inputs"]:
+            changed[positive[0]]["inputs"]["text"] = prompt
+    for node in changed.values():
+        if node["class_type"] in LOADERS:
+            node["class_type"], node["inputs"] = PAINTER, {}
+    return changed
 
 
 def without_merging(graph: Graph) -> Graph:

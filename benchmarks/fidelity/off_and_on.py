@@ -1,11 +1,10 @@
 """Pictures with ToMe off and on, side by side, and the seconds that they took.
 
-python3 dev.py bench --picture [--model unet] [--repeats 3]
+python3 dev.py bench --picture [--model stickers] [--repeats 3]
 
-This writes web/docs/off-and-on.jpg for the README, a second pass and what merged in it, and prints
-a caption. With --model stickers, transformer or video, it writes off-and-on-stickers.jpg and so on
-for the help page. The models are the trained ones of `dev.py bench
---fidelity`, since random weights paint noise.
+This writes web/docs/off-and-on-stickers.jpg for the help page and prints a caption; with --model
+transformer or video, off-and-on-transformer.jpg and so on. The models are the trained ones of
+`dev.py bench --fidelity`, since random weights paint noise. The README's picture is the demo's.
 """
 
 import argparse
@@ -18,24 +17,21 @@ from tools.environment import ROOT
 
 use_cpu()
 
-import numpy as np  # noqa: E402
 from comfy.model_patcher import ModelPatcher  # noqa: E402
-from PIL import Image, ImageDraw, ImageFont  # noqa: E402
+from PIL import Image  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from benchmarks.fidelity.judges import SceneJudge, StickerJudge, VideoJudge  # noqa: E402
-from benchmarks.fidelity.pictures import HighResolutionJudge, Judge  # noqa: E402
+from benchmarks.fidelity.pictures import Judge  # noqa: E402
 from benchmarks.machine import origin  # noqa: E402
 from benchmarks.rounds import interleaved  # noqa: E402
-from tome_nodes.comfyui.attachment import attach, last_run  # noqa: E402
-from tome_nodes.report import drawing  # noqa: E402
-from tome_nodes.report.recording import Recording  # noqa: E402
+from benchmarks.sheet import sheet  # noqa: E402
+from tome_nodes.comfyui.attachment import attach  # noqa: E402
 from tome_nodes.settings.config import ToMeConfig  # noqa: E402
 from tome_nodes.settings.presets import settings_of  # noqa: E402
 
 DOCS = ROOT / "web" / "docs"
 KINDS: Mapping[str, tuple[Callable[[], Judge], Sequence[str]]] = {
-    "unet": (partial(HighResolutionJudge, 8, photo=4), ("fast 0.6",)),
     "stickers": (
         partial(StickerJudge, 20, sampler="dpmpp_2m", pictures=3),
         ("fast 0.6", "8 steps"),
@@ -45,15 +41,10 @@ KINDS: Mapping[str, tuple[Callable[[], Judge], Sequence[str]]] = {
 }
 """Judges, and the columns beside the plain pictures: a preset and its ratio, or so many steps."""
 
-OFF, MERGED = "off", "merged"
+OFF = "off"
 FRAMES = (2, 6)
 """Which frames of a video are shown."""
-TOKENS = 128
-"""Tokens along the side of a second pass."""
-TOP, LEFT, PART = 44, 24, 40
-"""The rows and columns of tokens that are shown enlarged, with what merged in them."""
-SIDE, MARGIN, CAPTION = 320, 12, 52
-PAPER, INK, MUTED, FRAME = "#16181d", "#eef0f4", "#969ca8", "#f68e3c"
+SIDE = 320
 
 
 def main() -> None:
@@ -68,7 +59,7 @@ def main() -> None:
             runs[column] = judge.model, int(first)
         else:
             config = ToMeConfig(**settings_of(first, {"ratio": float(second)}))
-            patched = attach(judge.model, config, wants_details=lambda: True)
+            patched = attach(judge.model, config)
             runs[f"preset {first}, ratio {second}"] = patched, None
     painted: dict[str, Tensor] = {}
 
@@ -82,15 +73,7 @@ def main() -> None:
     fastest = {name: min(seconds) for name, seconds in taken.items()}
     columns = {name: [_pixels(each) for each in _shown(painted[name])] for name in runs}
     titles = {name: _title(name, fastest) for name in runs}
-    last = [*runs][-1]
-    run = last_run(runs[last][0])
-    if run is not None and run.recording is not None and run.counts.merged:
-        merged, words = _merged(run.recording, painted[last][0])
-        _frame(columns[last][0])
-        columns[MERGED] = [merged]
-        titles[MERGED] = "What merged in the frame", words
-    file = "off-and-on.jpg" if model == "unet" else f"off-and-on-{model}.jpg"
-    _sheet(columns, titles).save(DOCS / file, quality=80, optimize=True)
+    sheet(columns, titles).save(DOCS / f"off-and-on-{model}.jpg", quality=80, optimize=True)
     kind = "videos" if model == "video" else "pictures"
     came = origin("cpu", "bench --picture")
     print(
@@ -103,7 +86,7 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="dev.py bench --picture", description=__doc__)
-    parser.add_argument("--model", choices=KINDS, default="unet")
+    parser.add_argument("--model", choices=KINDS, default="stickers")
     parser.add_argument("--repeats", type=int, default=3, help="timed rounds")
     return parser.parse_args()
 
@@ -126,44 +109,6 @@ def _title(name: str, seconds: Mapping[str, float]) -> tuple[str, str]:
         return "ToMe off", f"{seconds[OFF]:.1f} s"
     times = seconds[OFF] / seconds[name]
     return name.capitalize(), f"{seconds[name]:.1f} s, {times:.2f} times as fast"
-
-
-def _merged(recording: Recording, picture: Tensor) -> tuple[Image.Image, str]:
-    """What merged in the last step in a part of the largest map, and how much did in all of it."""
-    grid = next(iter(recording.levels.values()))
-    step = max(step for step, at in recording.slots if at == grid)
-    slots = recording.slots[step, grid]
-    drawn = drawing.merge_map(slots, picture.permute(1, 2, 0).numpy())
-    scale = len(drawn) // grid.height
-    part = drawn[TOP * scale : (TOP + PART) * scale, LEFT * scale : (LEFT + PART) * scale]
-    words = f"{grid.tokens} tokens in {len(np.unique(slots))} groups"
-    return Image.fromarray(part).resize((SIDE, SIDE), Image.Resampling.LANCZOS), words
-
-
-def _frame(picture: Image.Image) -> None:
-    """Frame the part of a picture that is shown enlarged."""
-    left, top, part = (each * SIDE / TOKENS for each in (LEFT, TOP, PART))
-    box = left, top, left + part, top + part
-    ImageDraw.Draw(picture).rectangle(box, outline=FRAME, width=2)
-
-
-def _sheet(
-    columns: Mapping[str, Sequence[Image.Image]], titles: Mapping[str, tuple[str, str]]
-) -> Image.Image:
-    """One column of pictures under each title."""
-    rows = len(next(iter(columns.values())))
-    size = MARGIN + len(columns) * (SIDE + MARGIN), CAPTION + rows * (SIDE + MARGIN)
-    sheet = Image.new("RGB", size, PAPER)
-    draw = ImageDraw.Draw(sheet)
-    large, small = ImageFont.load_default(18), ImageFont.load_default(16)
-    for column, (name, pictures) in enumerate(columns.items()):
-        x = MARGIN + column * (SIDE + MARGIN)
-        title, text = titles[name]
-        draw.text((x, 5), title, INK, large)
-        draw.text((x, 27), text, MUTED, small)
-        for row, picture in enumerate(pictures):
-            sheet.paste(picture, (x, CAPTION + row * (SIDE + MARGIN)))
-    return sheet
 
 
 if __name__ == "__main__":

@@ -138,16 +138,15 @@ class HighResolutionJudge(PictureJudge):
 
     denoise = 0.5
 
-    def __init__(self, steps: int, guidance: float = 3.0, photo: int = 0):
-        """``photo`` is the index of a photo in :data:`benchmarks.fidelity.denoiser.NAMES`."""
-        super().__init__(steps, guidance, photo + 1)
-        first = PictureJudge(12, guidance, photo + 1)
-        picture = first.latent(first.model)[photo:]
+    def __init__(self, steps: int, guidance: float = 3.0):
+        super().__init__(steps, guidance, photos=1)
+        first = PictureJudge(12, guidance, photos=1)
+        picture = first.latent(first.model)
         self._begin = F.interpolate(picture, scale_factor=2.0, mode="bicubic")
 
     def batch(self) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """One picture, of the last photo."""
-        crop = self.crops[-1]
+        """One picture, of the first photo."""
+        (crop,) = self.crops
         return self._begin, denoiser.prompt(crop.photo)[None], {"crops": [crop]}
 
 

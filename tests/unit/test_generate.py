@@ -3,12 +3,14 @@
 import json
 import subprocess
 import sys
+from xml.etree import ElementTree
 
 import pytest
 
 from tome_nodes.comfyui.node_texts import CAPTIONS
 from tools import generate
 from tools.errors import ToolError
+from tools.plot import SERIES, plot
 
 LANGUAGES = ["de", "es", "fr", "ja", "ko", "ru", "zh"]
 
@@ -44,6 +46,33 @@ def test_a_page_with_another_figure_than_the_results_or_without_a_table_is_named
         generate.main(["--check"])
 
 
+def row(kind, time, error):
+    return {"kind": kind, "time": time, "error": error}
+
+
+def test_the_plot_shows_less_work_further_left_and_less_change_further_down():
+    rows = {
+        "plain": row("plain", 1.0, 0.0),
+        "fast 0.6": row("ours", 0.3, 0.01),
+        "fast 0.3": row("ours", 0.6, 0.001),
+        "tomesd q,k,v 0.5": row("merging", 0.6, 0.1),
+        "shallow 0.6, nothing merged": row("ours", 0.5, 0.02),
+    }
+    panel = ElementTree.fromstring(plot([("A UNet", rows)])).find("{*}g")
+    places = {}
+    for mark in panel.iterfind("*[@fill][@transform]"):
+        x, y = mark.get("transform")[len("translate(") : -1].split()
+        places.setdefault(mark.get("fill"), []).append((float(x), float(y)))
+    colours = {series.title: series.colour for series in SERIES}
+    assert places.keys() == {colours["fast"], colours["tomesd"]}
+    (left, low), (right, lowest) = places[colours["fast"]]
+    ((at, high),) = places[colours["tomesd"]]
+    assert left / right == pytest.approx(0.5, rel=0.01) and at == right
+    # Down is further on; a tenth of the change is as far everywhere.
+    assert low - high == pytest.approx(lowest - low, abs=0.2) and low > high
+    assert panel.find("{*}text").text == "A UNet"
+
+
 def test_every_text_of_a_node_is_in_its_help_page():
     for node in CAPTIONS:
         page = (generate.PAGES / f"{node.id}.md").read_text(encoding="utf-8")
@@ -52,6 +81,13 @@ def test_every_text_of_a_node_is_in_its_help_page():
         for option in node.options:
             for name, text in option.choices.items():
                 assert not text or f"\n- **{name}**: {text}\n" in page, name
+
+
+def test_no_tooltip_is_longer_than_anybody_reads():
+    texts = dict(generate.texts_of(generate.english()))
+    assert {path: text for path, text in texts.items() if len(text.split()) > 60} == {}
+    sentences = texts["ToMePatchModel.ratio"].rstrip(".").split(". ")
+    assert len(sentences) == 2
 
 
 @pytest.mark.parametrize("language", LANGUAGES)

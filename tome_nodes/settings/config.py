@@ -46,18 +46,13 @@ class ToMeConfig:
         least=0.0,
         most=0.95,
         step=0.05,
-        text="How much to save: more is faster and changes the picture more; 0 is exactly the "
-        "unpatched model. In a UNet, such as SDXL, it is the share of tokens, small squares of the "
-        "picture, that merge, and more do in large pictures. It is also how many steps are "
-        "skipped: at 0.6, three of 8 and eleven of 20 in a UNet, under balanced one and six; in a "
-        "transformer, such as Flux, of 4 steps one; of 8 one, or two from ratio 0.4; of 20 two "
-        "from 0.1 and ten from 0.6.",
-        more="Under balanced and fast, larger maps merge more, and their cells grow: at a `ratio` "
-        "of 0.6, 0.60 of the keys and values of 64x64 tokens merge under balanced, 0.80 of 128x128 "
-        "and 0.90 of 256x256; under fast 0.84, 0.94 and 0.97. Otherwise one token of each cell "
-        "always stays, so of a picture at most `1 - 1/(sx*sy)` merge: 0.75 under paper. Under "
-        "balanced, only keys and values of self-attention merge. Which steps are skipped, "
-        "`forecast` says.",
+        text="How much to save: more is faster and changes the picture more, and 0 is exactly the "
+        "unpatched model. Lower it, to 0.3 say, if fine detail suffers; raise it for more speed.",
+        more="It is the share of a UNet's tokens that merge, and in any model how many steps are "
+        "skipped. Under balanced and fast, larger maps merge more: at 0.6, 0.60 of the keys and "
+        "values of 64x64 tokens under balanced, 0.80 of 128x128 and 0.90 of 256x256; under fast "
+        "0.84, 0.94 and 0.97. Otherwise one token of each cell always stays, so at most "
+        "`1 - 1/(sx*sy)` merge: 0.75 under paper.",
     )
     start_percent: float = _option(
         0.0,
@@ -98,10 +93,8 @@ class ToMeConfig:
             "the number of tokens, not with its square, so use this one for large pictures.",
             "cluster": "k-means on how much each token is like the mean of all tokens (cosine), "
             "with as many clusters as tokens stay, as a much-copied summary of the paper has it. "
-            "It changed the pictures of a small UNet nine times as much as bipartite does. The "
-            "summary merges only below a noise threshold of 0.2, about 40 % of the timesteps: for "
-            "the last 40 % of the training's timesteps, set `start_percent` to 0.6. Cells and "
-            "random picks have no effect.",
+            "For the last 40 % of the timesteps, as there, set `start_percent` to 0.6. It changes "
+            "pictures far more than bipartite does. Cells and random picks have no effect.",
         },
         text="How tokens are grouped: bipartite matches over the whole map as in the paper, window "
         "within windows of 16x16 tokens, which is faster at large sizes. cluster groups "
@@ -193,16 +186,7 @@ class ToMeConfig:
         text="Skip the model in some steps, as many as ratio says, and forecast its output there "
         "from its last two. In a UNet, its first and last blocks still run in these steps, and "
         "only what the others gave is kept. In a transformer, nothing merges then.",
-        more="In a UNet, such steps are *shallow*: the noisy picture itself goes through the "
-        "blocks that run, so sampler, scheduler and guidance do not matter. The first steps are "
-        "whole, and ever fewer after them: at a ratio of 0.6, five of 8, six of 12 and nine of "
-        "20, under balanced seven, nine and fourteen; in runs of four steps, all. In other "
-        "models, a step is forecast. A run of a transformer needs at least four steps, an edit "
-        "six. The first two steps and the last always run; in runs of 8 steps or more, the third "
-        "too. At a ratio of 0.6, one of 4 steps is forecast, two of 8 and up to ten of 20. In "
-        "short runs whose first two outputs hardly differ, as in second passes and many edits, "
-        "forecasts begin with the third step: three of 8. The output after a forecast is changed "
-        "to make up for its error.",
+        more="Which steps these are, the page says below.",
     )
 
     grows: bool = False

@@ -67,10 +67,7 @@ PRESET = Option(
     text="How to save time: balanced is closest to the plain picture, fast saves most and is what "
     "SDXL needs, paper does as tomesd does. Under these only ratio, start_percent, end_percent, "
     "seed and backend count; under custom every input does.",
-    more="In a transformer, such as Flux, Qwen-Image or Wan, balanced and fast are the same: the "
-    "model is skipped in some steps, and its output forecast. There, merging would change the "
-    "picture more than fewer steps do. In a UNet, both merge and skip steps; where merging would "
-    "save less than 5 % of the work, as in SDXL at 1024x1024 under balanced, they only skip. An "
+    more="In a transformer, such as Flux, Qwen-Image or Wan, balanced and fast are the same. An "
     "input that would not count is refused, unless it is at its default. The editor hides it and "
     "does not send it.",
 )
