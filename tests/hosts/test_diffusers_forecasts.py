@@ -464,6 +464,32 @@ def test_a_step_whose_latent_a_callback_changed_runs(name):
     assert first not in {*range(1, 8)} - ran(changed=first - 1)
 
 
+@torch.no_grad()
+def test_tiles_of_two_sizes_may_share_a_step(case):
+    transformer, scheduler = case.network, case.pipeline.scheduler
+    given = case.called()
+    latent = given["hidden_states"]
+    tiles = slice(0, 50), slice(50, latent.shape[1])
+
+    def sampled():
+        scheduler.set_timesteps(sigmas=evenly(8), mu=0.5)
+        now = latent.clone()
+        for timestep in scheduler.timesteps:
+            flow = torch.zeros_like(now)
+            for tile in tiles:
+                of_tile = {"hidden_states": now[:, tile], "img_ids": given["img_ids"][tile]}
+                time = (timestep / 1000).expand(1)
+                flow[:, tile] = transformer(**{**given, **of_tile, "timestep": time})[0]
+            (now,) = scheduler.step(flow, timestep, now, return_dict=False)
+        return now
+
+    plain = sampled()
+    tome_nodes.apply_patch(case.pipeline, preset="balanced")
+    calls = calls_by_step(case)
+    assert 0 < relative_error(sampled(), plain) < 1
+    assert len(calls) < 8
+
+
 @pytest.mark.parametrize("way", OFFLOADS)
 def test_offloading(case, way, log_messages):
     tome_nodes.apply_patch(case.pipeline, preset="balanced")

@@ -3,6 +3,7 @@
 import gc
 import math
 import weakref
+from dataclasses import replace
 
 import comfy.samplers
 import pytest
@@ -19,6 +20,7 @@ from benchmarks.fidelity import rivals
 from tome_nodes import reasons
 from tome_nodes.comfyui import comfy_compiler, forecast_part
 from tome_nodes.comfyui.attachment import attach, is_attached, last_run
+from tome_nodes.comfyui.guided_answers import place_in
 from tome_nodes.forecasting import forecasts
 from tome_nodes.forecasting.samplers import SAMPLERS
 from tome_nodes.forecasting.steps import log_snr
@@ -310,13 +312,17 @@ def test_guidance_is_that_of_the_step_in_steps_that_are_forecast(models, kind):
         assert relative_error(denoised, expected) < 1e-5
 
 
-def test_momentum_is_seen_whatever_keeps_it(flux, log_messages):
+@pytest.mark.parametrize("in_place", [False, True])
+def test_momentum_is_seen_whatever_keeps_it(flux, log_messages, in_place):
     class Guidance:
         average = 0.0
 
         def __call__(self, parts):
             self.average = parts["cond"] - parts["uncond"] - 0.5 * self.average
-            return parts["uncond"] + 4 * self.average
+            guided = parts["uncond"] + 4 * self.average
+            if in_place:
+                parts["uncond_denoised"].copy_(parts["input"] - guided)
+            return guided
 
     def patched():
         model = flux.clone()
@@ -352,6 +358,32 @@ def test_windows_that_another_node_makes_may_stay_but_not_move(
     sampled(patched)
     assert (len(levels_of(answers)) < 8) == is_forecast
     assert (reasons.CHANGES in log_messages()[-1]) != is_forecast
+
+
+@pytest.mark.parametrize("kind", ["wan21", "ltxav"])
+def test_context_windows_of_frames_that_stay_are_forecast(models, log_messages, kind):
+    """Of a video with sound, the latent is one row of numbers."""
+    tiny = replace(TINY[kind], frames=12)
+    model = ContextWindowsManualNode.execute(
+        *(models(kind), 8, 4, "standard_static", 1, False, "pyramid", 2, False)
+    ).args[0]
+    assert sample(attach(model, fast()), tiny, SIZE, steps=8).isfinite().all()
+    assert log_messages()[-1].startswith("[ToMe] forecast")
+
+
+def test_the_place_of_a_part_is_told_from_others():
+    whole = torch.randn(1, 4, 6, 8, 8, generator=torch.Generator().manual_seed(1))
+    windows = [0, 1, 2], [1, 2, 3], [5, 0, 1], [0, 2, 4]
+    places = [place_in(whole[:, :, window], whole) for window in windows]
+    assert len({*places}) == 4
+    assert places == [place_in(whole[:, :, window], whole.clone()) for window in windows]
+    row = whole.flatten(1)[:, None]
+    assert place_in(row[..., 64:512], row) == place_in(row[..., 64:512], row)
+    assert place_in(row[..., 64:512], row) != place_in(row[..., 128:576], row)
+    assert place_in(whole, whole) is None
+    # Of another picture, or of one column, each is like no other.
+    for part in 1 + whole[:, :, :3], whole[..., :1]:
+        assert place_in(part, whole) != place_in(part, whole)
 
 
 def test_noise_that_a_sampler_adds_on_top_is_left_alone(flux, log_messages):
@@ -413,24 +445,32 @@ def test_the_hosts_compiler_stays_on_where_steps_are_forecast(flux, monkeypatch)
 
 
 def test_nothing_is_kept_of_a_run(flux, monkeypatch):
-    kept = []
+    """Even if another node goes on holding a copy of the options."""
+    kept, alive, held = [], [], []
     observe = forecasts.Forecasts.observe
 
     def watched(self, step, denoised, call=0):
         answer = observe(self, step, denoised, call)
         (line,) = self._lines.values()
         kept.extend(weakref.ref(known.denoised) for known in line.answers)
-        alive = {id(latent()) for latent in kept if latent() is not None}
-        assert len(alive) <= 2
+        alive.append(len({id(latent()) for latent in kept if latent() is not None}))
         return answer
 
+    def holding(executor, x, timestep, options, *args):
+        held.append(options)
+        kept.append(weakref.ref(x))
+        return executor(x, timestep, options, *args)
+
     monkeypatch.setattr(forecasts.Forecasts, "observe", watched)
-    patched = attach(flux, fast())
+    model = flux.clone()
+    model.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "other", holding)
+    patched = attach(model, fast())
     options = patched.model_options["transformer_options"]
     sampled(patched)
     gc.collect()
-    assert kept and not any(latent() is not None for latent in kept)
-    assert "wrappers" not in options or WrappersMP.PREDICT_NOISE not in options["wrappers"]
+    assert len(held) == 8 and kept and max(alive) <= 4
+    assert not any(latent() is not None for latent in kept)
+    assert WrappersMP.CALC_COND_BATCH not in options.get("wrappers", {})
 
 
 def test_balanced_is_the_same_as_fast(flux, log_messages):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tome_nodes.forecasting import trajectory
 from tome_nodes.forecasting.trajectory import Trajectory, has_memory
 
 
@@ -11,13 +12,13 @@ def drawn(seed, batch=2, *shape):
     return torch.randn(batch, *shape, generator=torch.Generator().manual_seed(seed))
 
 
-def followed(latents, answers, noise=0.0, where=None):
+def followed(latents, answers, noise=0.0, where=None, is_known=True):
     """What a trajectory says of each latent of a run; None where it knows nothing."""
-    trajectory, said = Trajectory(), []
+    watched, said = Trajectory(is_known), []
     for latent, answer in zip(latents, answers, strict=True):
-        leads = trajectory.leads_to(latent, noise, where)
+        leads = watched.begin(latent, noise, where)
         said.append(None if leads is None else bool(leads))
-        trajectory.add(latent, [answer])
+        watched.note(answer, where)
     return said
 
 
@@ -74,9 +75,33 @@ def test_noise_does_not_hide_a_picture_of_another_place():
     assert followed(*euler(noise=0.3, change=lambda latent: latent.flip(-1)), 0.3)[3] is False
 
 
-def test_a_method_that_cannot_be_followed_is_taken_as_it_is():
-    latents = [drawn(seed) for seed in range(6)]
-    assert followed(latents, [drawn(9)] * 6) == [None, *[True] * 5]
+def test_a_latent_is_watched_from_the_second_on():
+    latents, answers = euler()
+    assert followed([latents[0].flip(-1), *latents[1:]], answers)[1] is False
+
+
+@pytest.mark.parametrize(
+    ("strange", "expected"),
+    [
+        (range(6), [None, *[True] * 5]),
+        # One that follows is enough.
+        ((2,), [None, True, False, True, True, True]),
+        ((1, 4), [None, True, True, True, False, True]),
+    ],
+    ids=["all", "the second", "the first and another"],
+)
+def test_a_method_that_is_not_known_is_judged_by_two_latents(strange, expected):
+    latents, answers = euler()
+    for step in strange:
+        latents[step] = drawn(30 + step)
+        if step == 1:
+            # The run goes on from there.
+            for later in range(2, 6):
+                latents[later] = torch.lerp(answers[later - 1], latents[later - 1], 0.8)
+    if strange == (1, 4):
+        latents[4] = drawn(34)
+        latents[5] = torch.lerp(answers[4], latents[4], 0.8)
+    assert followed(latents, answers, is_known=False) == expected
 
 
 def test_what_is_put_in_around_a_mask_does_not_count():
@@ -89,10 +114,33 @@ def test_what_is_put_in_around_a_mask_does_not_count():
 
 
 def test_a_latent_of_another_size_begins_anew():
-    trajectory = Trajectory()
-    trajectory.add(drawn(0), [drawn(1)])
-    assert trajectory.leads_to(drawn(0, 2, 4, 8, 8)) is None
-    assert trajectory.leads_to(drawn(0)) is None
+    watched = Trajectory()
+    assert watched.begin(drawn(0)) is None
+    watched.note(drawn(1))
+    assert watched.begin(drawn(0, 2, 4, 8, 8)) is None
+    watched.note(drawn(1, 2, 4, 8, 8))
+    assert watched.begin(drawn(0)) is None
+
+
+def test_a_part_of_the_numbers_tells_for_all(monkeypatch):
+    """However wide a row is."""
+    monkeypatch.setattr(trajectory, "_NUMBERS", 64)
+    assert followed(*euler()) == [None, *[True] * 5]
+    assert followed(*euler(change=lambda latent: latent.flip(-1)))[3] is False
+    seen = trajectory._rows(torch.arange(16 * 64.0).view(1, 1, 16, 64))
+    assert 50 < seen.numel() < 80 and len({int(each) % 64 for each in seen[0]}) > 40
+
+
+def test_nothing_is_kept_of_gradients_and_nothing_changes_with_what_was_given():
+    latent, answer = drawn(0).requires_grad_(), drawn(1).requires_grad_()
+    watched = Trajectory()
+    watched.begin(latent)
+    watched.note(answer * 2)
+    kept = [each.clone() for each in watched._kept[-1]]
+    assert not any(each.requires_grad for each in watched._kept[-1])
+    with torch.no_grad():
+        latent += 1
+    assert all(map(torch.equal, kept, watched._kept[-1]))
 
 
 CONDITIONS = [

@@ -2,7 +2,7 @@
 
 ComfyUI's sampler asks a guider for the guided answer of a step, and the guider makes it from the
 answers to its conditions. These are what is forecast, so guidance does to forecasts whatever it
-does to answers, and nothing has to be known about it, or about the model.
+does to answers, and nothing has to be known about the model.
 """
 
 import math
@@ -70,7 +70,7 @@ class ForecastPart:
         self._latent: Tensor | None = None
         self._calls: Counter[Hashable] = Counter()
         self._parts: list[Tensor] = []
-        self._before: list[Tensor] = []
+        self._was_called = False
         self._shown = 0
         self._config = config
         self._guider = guider
@@ -98,6 +98,8 @@ class ForecastPart:
         if self._forecasts.steps:
             return None
         reason = self._reason or self._forecasts.reason
+        if reason == reasons.CHANGES and not self._was_called:
+            return reasons.NOT_CALLED
         if reason != reasons.UNEVEN:
             return reason
         return reasons.uneven(
@@ -111,8 +113,11 @@ class ForecastPart:
             WrappersMP.PREDICT_NOISE: self.predict_noise,
             WrappersMP.CALC_COND_BATCH: self.calc_cond_batch,
         }
-        with wrapped(self._guider, wrappers):
-            yield
+        try:
+            with wrapped(self._guider, wrappers):
+                yield
+        finally:
+            self._clear()
 
     def finish(self) -> list[RunRecord]:
         """The record of the run; none if no step was sampled."""
@@ -134,17 +139,20 @@ class ForecastPart:
         if step is None:
             return executor(*args, **kwargs)
         self._latent = latent
-        self._calls.clear()
-        self._parts = []
-        # Whoever else gets them may change them in place.
-        latent = latent.clone()
+        calls, self._calls = self._calls, Counter()
+        before, self._parts = self._parts, []
         answer = executor(*args, **kwargs)
+        # Whoever else gets it may change it in place.
         kept = answer.clone()
-        self._latents.add(latent, kept)
+        self._latents.note(kept)
         self._forecasts.note_guided(step, kept)
-        before, self._before = self._before, self._parts
-        if len(before) == len(self._parts) > 0 and has_memory(kept, self._parts, before):
+        if calls and self._calls != calls:
+            # What came second may have come first before.
+            self._forecasts.restart()
+        parts = self._parts
+        if len(before) == len(parts) > 1 and has_memory(kept, parts, before):
             self._reason = reasons.MOMENTUM
+            self._clear()
         return answer
 
     def calc_cond_batch(
@@ -164,15 +172,16 @@ class ForecastPart:
         names = tuple(None if each is None else names_of(each) for each in conds)
         known = id(model), names, place_in(x_in, latent)
         self._calls[known] += 1
+        self._was_called = True
         call = *known, self._calls[known]
         found = self._forecasts.predict(step, call)
         if found is None:
             answers = executor(model, conds, x_in, timestep, model_options)
             found = self._forecasts.observe(step, torch.stack([*answers]), call)
-        parts = [*found.unbind()]
         if x_in.shape == latent.shape:
-            self._parts += parts
-        return parts
+            # Guidance may change them in place.
+            self._parts += found.clone().unbind()
+        return [*found.unbind()]
 
     def _step_of(
         self, latent: Tensor, sigma: float, options: Mapping[str, Any]
@@ -186,7 +195,7 @@ class ForecastPart:
             return None
         # Some nodes report less noise than the schedule has, in a part of the run.
         is_true = math.isclose(sigma, steps.schedule[index], rel_tol=1e-4)
-        follows = self._latents.follow(latent, sigma)
+        follows = self._latents.begin(latent, sigma)
         return ForecastStep(
             index=index,
             count=steps.total,
@@ -234,6 +243,13 @@ class ForecastPart:
         if "denoise_mask_function" in options:
             return reasons.MOVING_MASK
         return reasons.UNEVEN if self._begins_late(self._levels) else None
+
+    def _clear(self) -> None:
+        """Keep no latent any more."""
+        self._step = self._latent = None
+        self._parts = []
+        self._latents.clear()
+        self._forecasts.restart()
 
     def _show(self, is_forecast: bool) -> None:
         """Show what the step does, once."""

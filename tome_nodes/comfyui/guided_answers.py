@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import comfy.samplers
+import torch
 from torch import Tensor
 
 from .. import reasons
@@ -43,22 +44,23 @@ class Latents:
     def __init__(self, sampler: str, mask: Tensor | None, model_options: Mapping[str, Any]):
         """Follow the sampler of this name; ``mask`` is 1 where it paints, None if everywhere."""
         is_own = sampler in _SAMPLERS and "denoise_mask_function" not in model_options
-        self._trajectory = Trajectory() if is_own else None
-        self._adds_noise = adds_noise(sampler)
         # Around the mask, the host puts in the given picture in every step.
         self._where = None if mask is None else mask == 1
+        is_seen = self._where is None or bool(self._where.any())
+        self._trajectory = Trajectory() if is_own and is_seen else None
+        self._adds_noise = adds_noise(sampler)
 
-    def follow(self, latent: Tensor, noise: float) -> Tensor | None:
+    def begin(self, latent: Tensor, noise: float) -> Tensor | None:
         """Whether a latent of a noise level is where the sampler was led, see ``Trajectory``."""
         if self._trajectory is None:
             return None
         added = noise if self._adds_noise else 0.0
-        return self._trajectory.leads_to(latent, added, self._where)
+        return self._trajectory.begin(latent, added, self._where)
 
-    def add(self, latent: Tensor, answer: Tensor) -> None:
-        """Keep a latent and the guided answer to it, which must not change from then on."""
+    def note(self, answer: Tensor) -> None:
+        """Note the guided answer to the latest latent."""
         if self._trajectory is not None:
-            self._trajectory.add(latent, [answer])
+            self._trajectory.note(answer, self._where)
 
     def clear(self) -> None:
         """Keep nothing any more."""
@@ -74,21 +76,28 @@ _SAMPLERS = frozenset({*comfy.samplers.SAMPLER_NAMES, "unipc", "unipc_bh2"}) - {
 def place_in(part: Tensor, whole: Tensor) -> Hashable:
     """Where a part of a latent lies, such as a context window: None if it is all of it.
 
-    It is told by the noise in it. Of a part that is found nowhere, the place is like no other.
+    Some of its numbers are looked for in the latent, whose noise is nowhere alike. Of a part that
+    is found nowhere, the place is like no other.
     """
     if part.shape == whole.shape:
         return None
-    cut = [dim for dim in range(whole.ndim) if part.shape[dim] != whole.shape[dim]]
-    if part.ndim != whole.ndim or len(cut) != 1:
+    if part.device != whole.device or part.shape[-1] < 2 or whole.shape[-1] < 2:
         return object()
-    seen, of = (each.movedim(cut[0], 0).flatten(1)[:, :_SEEN] for each in (part, whole))
-    is_same = (seen[:, None] == of[None]).all(2)
-    found = is_same.any(1).all().item()
-    return tuple(is_same.int().argmax(1).tolist()) if found else object()
+    rows = part.reshape(-1, part.shape[-1])
+    at = torch.linspace(0, len(rows) - 1, _PROBES).round().long().tolist()
+    numbers = whole.flatten()
+    places = torch.stack([_place_of(rows[row, :2], numbers) for row in at]).tolist()
+    return object() if -1 in places else tuple(places)
 
 
-_SEEN = 64
-"""So many numbers tell a frame from the others."""
+_PROBES = 12
+"""So many pairs of numbers tell where a part lies."""
+
+
+def _place_of(pair: Tensor, numbers: Tensor) -> Tensor:
+    """Where the first of two numbers stands before the second; -1 if it does nowhere."""
+    is_here = (numbers[:-1] == pair[0]) & (numbers[1:] == pair[1])
+    return torch.where(is_here.any(), is_here.to(torch.uint8).argmax(), -1)
 
 
 def options_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -80,24 +80,25 @@ class ShallowPart:
                 yield
         finally:
             self._run.clear()
+            self._latents.clear()
+            self._latent = None
 
     def predict_noise(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
         """Wrap a guided answer, for which the model may be called several times."""
         if self._obstacle is not None:
             return executor(*args, **kwargs)
-        latent = self._latent = args[0]
-        self._begin(latent, args[1], options_of(args, kwargs))
-        # Whoever else gets them may change them in place.
-        latent = latent.clone()
+        self._latent = args[0]
+        self._begin(args[0], args[1], options_of(args, kwargs))
         answer = executor(*args, **kwargs)
-        self._latents.add(latent, answer.clone())
+        self._latents.note(answer)
         return answer
 
     def calc_cond_batch(
         self, executor: WrapperExecutor, model: Any, conds: Any, x_in: Tensor, *others: Any
     ) -> Any:
         """Wrap the answers to some conditions, in a window of the latent or in all of it."""
-        self._where = None if self._latent is None else place_in(x_in, self._latent)
+        if self._latent is not None and self._obstacle is None:
+            self._where = place_in(x_in, self._latent)
         return executor(model, conds, x_in, *others)
 
     def stop(self, why: str) -> None:
@@ -160,7 +161,7 @@ class ShallowPart:
         self._place = log_snr(level, self._is_flow) if level > 0 else self._place
         is_on = is_active(self._config, level, self._sampling.percent_to_sigma)
         self._run.begin(index, self._place, may_be_shallow=is_on and not is_new)
-        follows = self._latents.follow(latent, level)
+        follows = self._latents.begin(latent, level)
         if follows is not None:
             self._followed.append(follows)
         # Before a shallow evaluation only, as this waits for the GPU.

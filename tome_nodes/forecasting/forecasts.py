@@ -168,8 +168,7 @@ class Forecasts:
         is_next = before is not None and step.index == before.index + 1
         self._noise_rises = before is not None and step.log_snr < before.log_snr
         if not is_next or self._noise_rises or form != self._form or not step.follows:
-            # The answers so far are no guide to those to come.
-            self._lines, self._guided = {}, None
+            self.restart()
         # This waits for the GPU. A short run whose answers turned once stays hard to tell.
         turns = any(line.turns for line in self._telling)
         self._turns = turns or (self._turns and step.count < LONG)
@@ -228,6 +227,10 @@ class Forecasts:
             line.add(_Answer(step, denoised))
         elif len(line.answers) == 2:
             line.forecast(step)
+
+    def restart(self) -> None:
+        """Forget all answers, which are no guide to the next."""
+        self._lines, self._guided = {}, None
 
     @property
     def reason(self) -> str | None:

@@ -1,13 +1,15 @@
-"""Whether a sampler's latent is where its last steps led.
+"""Whether a sampler's latent is where its last steps led, and whether guidance has a memory.
 
 Under any method, the next latent is a weighted sum of the last ones, of the answers to them, and of
 noise if the sampler adds some. If anything else acted, such as a node that mirrors the latent or
 pastes a part of it back, the answers so far are no guide to the next.
+
+Some of the numbers of a latent tell, so little is kept, and there is little to compute.
 """
 
+import math
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,57 +33,69 @@ for chance, and for settings that add a little more."""
 _RIDGE = 1e-6
 """Keeps weights small where latents and answers are nearly the same."""
 
+_NUMBERS = 1 << 16
+"""About so many numbers of a sample are looked at."""
 
-class _Evaluation(NamedTuple):
-    """A latent and the answers to it, ``[batch, ...]`` each."""
-
-    latent: Tensor
-    answers: tuple[Tensor, ...]
+_SOLVING = frozenset({"cpu", "cuda", "xpu"})
+"""Devices that solve equations without being waited for, in all releases of PyTorch."""
 
 
 class Trajectory:
     """The last latents of a run, and the answers to them."""
 
-    def __init__(self) -> None:
-        self._kept: deque[_Evaluation] = deque(maxlen=_EVALUATIONS)
-        self._is_known: Tensor | None = None
+    def __init__(self, is_known: bool = True):
+        """Follow a sampler; ``is_known`` is whether its method is one that this can follow.
 
-    def leads_to(
+        Else the first two latents that should follow show whether it is. If neither does, the
+        evaluations lead everywhere.
+        """
+        self._kept: deque[list[Tensor]] = deque(maxlen=_EVALUATIONS)
+        self._shape: torch.Size | None = None
+        self._unknown = 0 if is_known else 2
+        self._can_follow: Tensor | None = None
+
+    @torch.no_grad()
+    def begin(
         self, latent: Tensor, noise: float = 0.0, where: Tensor | None = None
     ) -> Tensor | None:
-        """Whether the evaluations so far lead to a latent, in all samples.
-
-        The first latent shows whether the method is one that this can follow. If it is not, they
-        lead everywhere.
+        """Begin an evaluation: whether the ones before lead to its latent, in all samples.
 
         Args:
-            latent: of the next evaluation, ``[batch, ...]``.
+            latent: the noisy latent, ``[batch, ...]``.
             noise: its noise level if the sampler adds noise; else 0.
             where: whether a number of the latent is the sampler's own, and not put in anew in every
                 step, as around a mask; broadcasts over ``latent``. None if all are.
 
         Returns:
-            A boolean on the latent's device, without waiting for it; None if nothing is known.
+            A boolean on the latent's device, which is not waited for if it can solve equations;
+            None if nothing is known.
         """
-        if not self._kept or self._kept[-1].latent.shape != latent.shape:
+        if self._shape != latent.shape:
             self._kept.clear()
-            return None
-        bases = [each for evaluation, answers in self._kept for each in (evaluation, *answers)]
+            self._shape = latent.shape
         now = _rows(latent, where)
-        rest = now - _projected(now, torch.stack([_rows(each, where) for each in bases], 1))
-        counted = torch.ones_like(latent, dtype=torch.float32)
+        bases = [each for evaluation in self._kept for each in evaluation]
+        self._kept.append([now])
+        if not bases:
+            return None
+        rest = now - _projected(now, torch.stack(bases, 1))
         allowed = _TOLERANCE * now.norm(dim=1)
-        allowed += _MOST_NOISE * noise * _rows(counted, where).norm(dim=1)
+        if noise:
+            own = _rows(torch.ones_like(latent) if where is None else where.expand_as(latent))
+            allowed += _MOST_NOISE * noise * own.norm(dim=1)
         leads = (rest.norm(dim=1) <= allowed).all()
-        if self._is_known is None:
-            self._is_known = leads
-        return leads | ~self._is_known
+        if self._unknown:
+            self._unknown -= 1
+            self._can_follow = leads if self._can_follow is None else self._can_follow | leads
+        return leads if self._can_follow is None else leads | ~self._can_follow
 
-    def add(self, latent: Tensor, answers: Sequence[Tensor]) -> None:
-        """Keep an evaluation, whose tensors, ``[batch, ...]``, must not change from then on."""
-        self._kept.append(_Evaluation(latent, tuple(answers)))
+    @torch.no_grad()
+    def note(self, answer: Tensor, where: Tensor | None = None) -> None:
+        """Note an answer to the latest latent, ``[batch, ...]``; for ``where``, see ``begin``."""
+        self._kept[-1].append(_rows(answer, where))
 
 
+@torch.no_grad()
 def has_memory(answer: Tensor, parts: Sequence[Tensor], before: Sequence[Tensor]) -> bool:
     """Whether guidance adds what it kept of the step before, as with a momentum, in any sample.
 
@@ -93,7 +107,7 @@ def has_memory(answer: Tensor, parts: Sequence[Tensor], before: Sequence[Tensor]
         before: those of the step before.
     """
     # Some guidance weighs each channel of a video apart.
-    now, *others = (_planes(each) for each in (answer, *parts, *before))
+    now, *others = (_rows(_planes(each)) for each in (answer, *parts, *before))
     kept = (now - _projected(now, torch.stack(others[: len(parts)], 1))).norm(dim=1)
     left = (now - _projected(now, torch.stack(others, 1))).norm(dim=1)
     least = _LEAST_KEPT * now.norm(dim=1)
@@ -101,13 +115,19 @@ def has_memory(answer: Tensor, parts: Sequence[Tensor], before: Sequence[Tensor]
 
 
 def _planes(tensor: Tensor) -> Tensor:
-    """A tensor as float32, ``[rows, numbers]``: a row for each sample, or channel of a video."""
-    return tensor.float().flatten(max(1, tensor.ndim - 3)).flatten(0, -2)
+    """A tensor as ``[rows, numbers]``: a row for each sample, or for each channel of a video."""
+    return tensor.flatten(max(1, tensor.ndim - 3)).flatten(0, -2)
 
 
-def _rows(tensor: Tensor, where: Tensor | None) -> Tensor:
-    """A tensor as float32, ``[batch, numbers]``, and 0 where it does not count."""
-    return (tensor if where is None else tensor * where).float().flatten(1)
+def _rows(tensor: Tensor, where: Tensor | None = None) -> Tensor:
+    """Some numbers of each sample as float32, ``[batch, numbers]``; 0 where they do not count."""
+    counted = tensor if where is None else tensor * where
+    flat = counted.flatten(1)
+    step = max(1, flat.shape[1] // _NUMBERS)
+    # A step that fits into a row would always meet the same columns.
+    while step > 1 and math.gcd(step, flat.shape[1]) > 1:
+        step += 1
+    return flat[:, ::step].to(torch.float32, copy=True)
 
 
 def _projected(rows: Tensor, bases: Tensor) -> Tensor:
@@ -122,5 +142,6 @@ def _projected(rows: Tensor, bases: Tensor) -> Tensor:
     gram = gram / sizes[:, :, None] / sizes[:, None]
     gram = gram + _RIDGE * torch.eye(count, device=rows.device)
     found = (bases * rows[:, None]).sum(2) / sizes
-    weights, _ = torch.linalg.solve_ex(gram, found[..., None])
-    return (weights / sizes[..., None] * bases).sum(1)
+    solving = rows.device if rows.device.type in _SOLVING else torch.device("cpu")
+    weights, _ = torch.linalg.solve_ex(gram.to(solving), found[..., None].to(solving))
+    return (weights.to(rows.device) / sizes[..., None] * bases).sum(1)

@@ -1,5 +1,6 @@
 """Whether the latent of each evaluation in a run is where the calls before it led."""
 
+import torch
 from torch import Tensor
 
 from ..forecasting.trajectory import Trajectory
@@ -8,7 +9,7 @@ _MOST_ANSWERS = 8
 """An evaluation of more calls, as of the views of a panorama, is not followed."""
 
 
-class Latents:
+class CalledLatents:
     """The latents of a run, and what calls of a model returned for them.
 
     What a model returns may be a prediction of any kind: the next latent is a weighted sum of it
@@ -16,42 +17,47 @@ class Latents:
     """
 
     def __init__(self) -> None:
-        self._trajectory: Trajectory | None = Trajectory()
-        self._latent: Tensor | None = None
-        self._answers: list[Tensor] = []
+        # Nothing is known of the scheduler.
+        self._trajectory: Trajectory | None = Trajectory(is_known=False)
+        self._shape: torch.Size | None = None
         self._prompts: tuple[int, int] = 0, 1
         self._channels: int | None = None
+        self._answers = 0
 
     def begin(self, latent: Tensor) -> Tensor | None:
         """Begin an evaluation with its noisy latent, ``[batch, ...]``, as its first call has it.
 
         Returns:
-            A boolean on its device, which is not waited for; None if nothing is known.
+            See :meth:`Trajectory.begin`.
         """
         if self._trajectory is None:
             return None
-        if self._latent is not None:
-            self._trajectory.add(self._latent, self._answers)
         if len(latent) != self._prompts[0]:
             self._prompts = len(latent), _prompts_in(latent)
-        # Code outside of the model may change it in place.
+        self._answers = 0
         once = latent[: len(latent) // self._prompts[1], : self._channels]
-        self._latent, self._answers = once.clone(), []
-        return self._trajectory.leads_to(self._latent)
+        self._shape = once.shape
+        return self._trajectory.begin(once)
 
     def note(self, answer: Tensor) -> None:
-        """Note what a call returned, ``[batch, ...]``, which must not change from then on."""
-        latent = self._latent
-        if latent is None or self._trajectory is None:
+        """Note what a call returned, ``[batch, ...]``."""
+        if self._trajectory is None or self._shape is None:
             return
-        # Behind the noisy latent there may be a mask or another picture.
-        channels = self._channels = min(latent.shape[1], answer.shape[1])
-        latent = self._latent = latent[:, :channels]
-        is_alike = answer.shape[2:] == latent.shape[2:] and len(answer) % len(latent) == 0
-        if is_alike and len(self._answers) < _MOST_ANSWERS:
-            self._answers += answer[:, :channels].split(len(latent))
-        else:
+        if self._channels is None and answer.ndim > 3:
+            self._channels = min(self._shape[1], answer.shape[1])
+            if self._channels < self._shape[1]:
+                # Behind the noisy latent there is a mask, or another picture.
+                self._trajectory, self._shape = Trajectory(is_known=False), None
+                return
+        answer = answer[:, : self._channels]
+        is_alike = answer.shape[1:] == self._shape[1:] and len(answer) % self._shape[0] == 0
+        parts = answer.split(self._shape[0]) if is_alike else ()
+        self._answers += len(parts)
+        if not parts or self._answers > _MOST_ANSWERS:
             self._trajectory = None
+        else:
+            for part in parts:
+                self._trajectory.note(part)
 
 
 def _prompts_in(latent: Tensor) -> int:

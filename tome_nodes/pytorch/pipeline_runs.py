@@ -21,7 +21,7 @@ from ..report.counts import Counts
 from ..report.run_record import RunRecord, forecast_record
 from ..settings.config import ToMeConfig
 from .flow_call import FlowCall
-from .latents import Latents
+from .latents import CalledLatents
 from .log_once import LogOnce
 from .scheduling import Scheduling
 
@@ -79,7 +79,7 @@ class PipelineRun:
         self.scheduler = scheduler
         self.timesteps = scheduler.timesteps
         self.forecasts: Forecasts | None = None
-        self.latents = Latents()
+        self.latents = CalledLatents()
         self.counts = Counts()
         self.begun: dict[int, float] = {}
         self.call = -1

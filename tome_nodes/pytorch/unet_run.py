@@ -19,7 +19,7 @@ from ..report.counts import Counts
 from ..settings.config import ToMeConfig
 from ..skipping.plan import BLANK, FIRST, LEAST_SNR, adds_noise, shortest
 from ..skipping.shallow_run import ShallowRun
-from .latents import Latents
+from .latents import CalledLatents
 from .scheduling import Scheduling
 
 _ROUNDING = 0.01
@@ -78,7 +78,7 @@ class UNetRun:
         goes_on = self._scheduler is None or not adds_noise(_words(self._scheduler))
         self.shallow = ShallowRun(self._ratio, goes_on)
         # Noise that is added is as large as the latent that the model is given.
-        self._latents = Latents() if goes_on and not _clips(self._scheduler) else None
+        self._latents = CalledLatents() if goes_on and not _clips(self._scheduler) else None
         self._followed: list[Tensor] = []
 
     def takes(self, timestep: float) -> bool:
