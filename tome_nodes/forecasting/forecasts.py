@@ -10,7 +10,7 @@ the error.
 """
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 import torch
@@ -136,22 +136,31 @@ class Forecasts:
         self._settled: bool | None = None
         self._reasons: Counter[str] = Counter()
 
-    def predict(self, step: ForecastStep, latent: Tensor, call: int = 0) -> Tensor | None:
+    def predict(
+        self,
+        step: ForecastStep,
+        latent: Tensor,
+        call: int = 0,
+        agree: Callable[[bool], bool] = bool,
+    ) -> Tensor | None:
         """The forecast of the denoised latent; None if the model has to run.
 
         Args:
             step: the step of the run.
             latent: its noisy latent.
             call: the number of the call within its step, from 0.
+            agree: told whether there is a forecast, it returns whether to use it. A host whose
+                model runs on several ranks asks them all.
         """
         if call == 0:
             self._begin(step, latent)
-        if not self._is_forecast or call >= len(self._lines):
+        line = self._lines[call] if self._is_forecast and call < len(self._lines) else None
+        may = line is not None and line.answers[-1].denoised.shape == latent.shape
+        if not agree(may) or line is None:
+            if may:
+                self._reasons[reasons.OTHER_RANKS] += 1
             return None
-        line = self._lines[call]
         first, last = line.answers
-        if last.denoised.shape != latent.shape:
-            return None
         times = _times(first.step, last.step, step)
         share = min(_DAMPING * times, _MOST_CHANGE)
         line.forecasts.append(_Forecast(step, share))
