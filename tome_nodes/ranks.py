@@ -63,6 +63,7 @@ class Ranks:
 
     def __init__(self, model: nn.Module):
         self._model = model
+        self._is_new = True
         self._is_over = False
 
     def agree(self, may: bool) -> bool:
@@ -82,7 +83,7 @@ class Ranks:
 
         try:
             store, own = _get_default_store(), distributed.get_rank()
-            all_may = voted(store, own, ranks, may)
+            all_may, self._is_new = voted(store, own, ranks, may, self._is_new), False
             why = f"not all ranks of this model came to this step within {PATIENCE:g} s"
         except Exception as error:
             # The store ends with the process that holds it.
@@ -93,13 +94,23 @@ class Ranks:
         return all_may is True
 
 
-def voted(store: Any, own: int, ranks: Sequence[int], may: bool) -> bool | None:
+def voted(
+    store: Any, own: int, ranks: Sequence[int], may: bool, is_new: bool = False
+) -> bool | None:
     """Whether all of some ranks vote for it; None on all of them if one did not vote in time.
 
-    ``store`` is one that they share, and ``own`` is this rank.
+    Args:
+        store: one that they share.
+        own: this rank.
+        ranks: all of them.
+        may: its vote.
+        is_new: whether it has not voted on this model yet, and so passes over turns that the others
+            have ended without it, as when it called another one unpatched.
     """
     group = f"tome_nodes/{','.join(map(str, ranks))}"
     turn = store.add(f"{group}/{own}", 1)
+    while is_new and store.check(_keys(group, turn)[-1:]):
+        turn = store.add(f"{group}/{own}", 1)
     votes, decided, decision = _keys(group, turn)
     so_far = store.add(votes, 1 + _YES * may)
     if so_far % _YES == len(ranks):

@@ -162,8 +162,8 @@ SEVERAL_DEVICES = (
 )
 
 OTHER_RANKS = (
-    "the model is spread over several ranks, and another one has to run it in these steps, as its "
-    "prompts or steps differ; give all ranks the same settings and as many steps"
+    "the model is spread over several ranks, and not all of them may skip these steps, as their "
+    "prompts, settings or steps differ; give all ranks the same settings and as many steps"
 )
 
 OTHER_FORM = (

@@ -19,11 +19,12 @@ def store():
     return torch.distributed.HashStore()
 
 
-def votes_of(store, votes):
+def votes_of(store, votes, is_new=False):
     """What comes of the votes of several ranks, by rank, at once."""
     with ThreadPoolExecutor(len(votes)) as threads:
         found = {
-            own: threads.submit(voted, store, own, (3, 5, 8), may) for own, may in votes.items()
+            own: threads.submit(voted, store, own, (3, 5, 8), may, is_new)
+            for own, may in votes.items()
         }
     return {own: each.result() for own, each in found.items()}
 
@@ -46,6 +47,15 @@ def test_nobody_waits_for_ever_for_a_rank_nor_does_one_that_is_late_disagree(sto
     monkeypatch.setattr(ranks, "PATIENCE", 0.05)
     assert votes_of(store, {3: True, 8: True}) == {3: None, 8: None}
     assert votes_of(store, {5: True}) == {5: None}
+    assert votes_of(store, {3: True, 5: True, 8: True}) == dict.fromkeys((3, 5, 8), True)
+
+
+def test_a_rank_that_has_missed_votes_on_another_model_votes_on_the_next(store, monkeypatch):
+    monkeypatch.setattr(ranks, "PATIENCE", 0.05)
+    assert votes_of(store, {3: True, 8: True}) == {3: None, 8: None}
+    assert votes_of(store, {3: True}) == {3: None}
+    monkeypatch.setattr(ranks, "PATIENCE", 20.0)
+    assert votes_of(store, {3: True, 5: False, 8: True}, True) == dict.fromkeys((3, 5, 8), False)
     assert votes_of(store, {3: True, 5: True, 8: True}) == dict.fromkeys((3, 5, 8), True)
 
 
