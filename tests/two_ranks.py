@@ -10,8 +10,11 @@ from unittest.mock import patch
 
 import torch
 
-LIMIT = 40
-"""After so many seconds, a rank hangs. None of the functions takes a quarter of that."""
+LIMIT = 60
+"""After so many seconds, a rank hangs. None of the functions takes a sixth of that."""
+
+START = 300
+"""So many seconds a rank gets to start, which may take long on a busy machine."""
 
 GRACE = 2
 """So many seconds a rank gets to end if another has raised an error."""
@@ -88,10 +91,14 @@ class TwoRanks:
                 process.start()
                 self._pipes.append(own)
                 self._processes.append(process)
+            assert all(pipe.poll(START) and pipe.recv() for pipe in self._pipes), "no start"
 
 
 def _serve(rank, port, pipe):
     """Run functions in a process group of two."""
+    # Slow to import.
+    import models.pipelines  # noqa: F401
+
     torch.set_num_threads(1)
     lines = []
     handler = logging.Handler()
@@ -100,6 +107,7 @@ def _serve(rank, port, pipe):
     logging.getLogger("tome_nodes").setLevel(logging.INFO)
     store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    pipe.send("ready")
     while (task := pipe.recv()) is not None:
         function, args = task
         lines.clear()
