@@ -156,6 +156,23 @@ def in_parallel(rank, kind):
     return len(ran), relative_error(together, alone), together.numpy()
 
 
+def in_tensor_parallel(rank):
+    """The same, of a model whose weights are split within layers."""
+    from torch.distributed.tensor import parallel
+
+    case = case_of("flux")
+    tome_nodes.apply_patch(case.pipeline, **BALANCED)
+    alone = case(12)
+    mesh = distributed.init_device_mesh("cpu", (2,))
+    plan = {"net.0.proj": parallel.ColwiseParallel(), "net.2": parallel.RowwiseParallel()}
+    for block in case.network.transformer_blocks:
+        parallel.parallelize_module(block.ff, mesh, plan)
+    assert list(ranks.ranks_of(case.network)) == [0, 1]
+    ran = runs_of(case.network)
+    together = case(12)
+    return len(ran), relative_error(together, alone), together.numpy()
+
+
 def trains(rank):
     """How far gradients under DDP are from the mean of what each rank has alone."""
     unet = make_unet()

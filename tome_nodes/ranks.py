@@ -78,10 +78,10 @@ class Ranks:
             return may
         if self._is_over:
             return False
-        # Some PyTorch may have no torch.distributed.
-        from torch.distributed.distributed_c10d import _get_default_store
-
         try:
+            # Some PyTorch has no torch.distributed, and later ones may have another name for it.
+            from torch.distributed.distributed_c10d import _get_default_store
+
             store, own = _get_default_store(), distributed.get_rank()
             all_may, self._is_new = voted(store, own, ranks, may, self._is_new), False
             why = f"not all ranks of this model came to this step within {PATIENCE:g} s"

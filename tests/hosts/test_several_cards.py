@@ -21,6 +21,7 @@ from rank_cases import (
     draws,
     impatient,
     in_parallel,
+    in_tensor_parallel,
     runs_out,
     sampled,
     splits,
@@ -126,7 +127,16 @@ def test_ranks_that_have_parts_of_one_picture_forecast_the_same_steps(two_ranks)
 @splits_sequences
 @pytest.mark.parametrize(("kind", "calls"), [("flux", 7), ("wan", 18)])
 def test_under_context_parallel_all_is_as_on_one_rank(two_ranks, kind, calls):
-    found, _ = two_ranks(in_parallel, kind)
+    check_parallel(two_ranks(in_parallel, kind), calls)
+
+
+@shards
+def test_under_tensor_parallel_all_is_as_on_one_rank(two_ranks):
+    check_parallel(two_ranks(in_tensor_parallel), 7)
+
+
+def check_parallel(ends, calls):
+    found, _ = ends
     assert [ran for ran, *_ in found] == [calls, calls]
     assert max(alone for _, alone, _ in found) < ROUNDING
     (*_, first), (*_, second) = found

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tome_nodes import ranks
-from tome_nodes.ranks import ranks_of, voted
+from tome_nodes.ranks import Ranks, ranks_of, voted
 
 pytestmark = pytest.mark.skipif(
     not torch.distributed.is_available(), reason="PyTorch has no torch.distributed"
@@ -99,6 +99,15 @@ def test_those_that_share_weights_call_a_model_in_step(shape, placements, expect
 @pytest.mark.usefixtures("group")
 def test_a_model_in_one_piece_has_no_other_ranks():
     assert not ranks_of(nn.Linear(8, 8))
+
+
+def test_ranks_without_a_store_go_on_without_each_other_and_say_so_once(log_messages, monkeypatch):
+    monkeypatch.setattr(ranks, "ranks_of", lambda model: (0, 1))
+    both = Ranks(nn.Linear(8, 8))
+    with torch.no_grad():
+        assert [both.agree(True), both.agree(True)] == [False, False]
+    (line,) = log_messages()
+    assert "the ranks cannot agree: ValueError: Default process group has not been init" in line
 
 
 def test_without_a_process_group_there_are_no_ranks():
