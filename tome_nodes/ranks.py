@@ -141,6 +141,6 @@ def _comes(store: Any, key: str) -> bool:
         waited = time.monotonic() - begun
         if waited > PATIENCE:
             return False
-        # A store can only be waited for in vain where no interrupt gets through.
+        # A store that waits itself lets no interrupt through.
         time.sleep(min(0.1 * waited, 0.02))
     return True

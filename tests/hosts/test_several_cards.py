@@ -17,6 +17,8 @@ from common import relative_error
 from host import needs, preset, sample
 from models.checkpoints import write_checkpoint
 from rank_cases import (
+    BALANCED,
+    case_of,
     compiles,
     draws,
     impatient,
@@ -30,6 +32,7 @@ from rank_cases import (
 from torch import distributed
 from two_ranks import TwoRanks
 
+import tome_nodes
 from tome_nodes import reasons
 from tome_nodes.comfyui.attachment import attach
 
@@ -141,6 +144,31 @@ def check_parallel(ends, calls):
     assert max(alone for _, alone, _ in found) < ROUNDING
     (*_, first), (*_, second) = found
     assert (first == second).all()
+
+
+class Around(torch.nn.Module):
+    """Stands for other code's object around a transformer, as in older pipelines of xDiT."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+        self.config, self.cache_context = module.config, module.cache_context
+
+    device = property(lambda self: self.module.device)
+    dtype = property(lambda self: self.module.dtype)
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+
+def test_a_transformer_in_an_object_of_other_code_runs_as_always(log_messages):
+    case = case_of("flux")
+    plain = case(12)
+    case.pipeline.transformer = Around(case.network)
+    tome_nodes.apply_patch(case.pipeline, **BALANCED)
+    assert torch.equal(case(12), plain)
+    why = reasons.unknown_prediction("Around")
+    assert log_messages() == [f"[ToMe] nothing was forecast: {why}"]
 
 
 def test_gradients_under_ddp_are_the_mean_of_those_of_the_ranks(two_ranks):
