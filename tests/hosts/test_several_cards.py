@@ -161,6 +161,7 @@ class Around(torch.nn.Module):
         return self.module(*args, **kwargs)
 
 
+@pytest.mark.newest_only
 def test_a_transformer_in_an_object_of_other_code_runs_as_always(log_messages):
     case = case_of("flux")
     plain = case(12)
@@ -203,6 +204,7 @@ def test_a_sharded_model_that_runs_out_of_memory_on_one_rank_is_not_called_again
 @pytest.fixture
 def two_devices(monkeypatch):
     """A CPU and a further one."""
+    needs("comfy.multigpu", find_spec("comfy.multigpu") is not None)
     import comfy.model_management
 
     devices = [torch.device("cpu"), torch.device("cpu", 1)]
@@ -214,7 +216,6 @@ def two_devices(monkeypatch):
 @pytest.mark.usefixtures("two_devices")
 def test_a_unet_on_two_devices_for_both_prompts_does_as_on_one(tmp_path, log_messages):
     """In both orders of the nodes."""
-    needs("comfy.multigpu", find_spec("comfy.multigpu") is not None)
     import comfy.multigpu as multigpu
 
     path = write_checkpoint(tmp_path / "sd15.ckpt", "sd15", levels=1, unet_only=True, residuals=1)
