@@ -25,6 +25,9 @@ PATIENCE = 120.0
 _YES = 1 << 20
 """What a vote for it adds to the number of votes."""
 
+_TOO_LATE = "too late"
+"""What is decided in a turn to which not all ranks came in time."""
+
 
 def ranks_of(model: nn.Module) -> Sequence[int]:
     """The ranks that a call of a model waits for, this one among them, in order; else none.
@@ -97,7 +100,9 @@ class Ranks:
 def voted(
     store: Any, own: int, ranks: Sequence[int], may: bool, is_new: bool = False
 ) -> bool | None:
-    """Whether all of some ranks vote for it; None on all of them if one did not vote in time.
+    """Whether all of some ranks vote for it; None on all that wait if one did not vote in time.
+
+    A rank that votes against it does not wait, unless it is new.
 
     Args:
         store: one that they share.
@@ -113,15 +118,17 @@ def voted(
         turn = store.add(f"{group}/{own}", 1)
     votes, decided, decision = _keys(group, turn)
     so_far = store.add(votes, 1 + _YES * may)
-    if so_far % _YES == len(ranks):
+    is_last = so_far % _YES == len(ranks)
+    if is_last or not (may or is_new):
         _decide(store, decided, decision, "all" if so_far // _YES == len(ranks) else "not all")
+    elif not _comes(store, decision):
+        _decide(store, decided, decision, _TOO_LATE)
+    word = store.get(decision).decode()
+    if is_last:
         # All know of the turn before, as they have come to this one.
         for key in _keys(group, turn - 1):
             store.delete_key(key)
-    elif not _comes(store, decision):
-        _decide(store, decided, decision, "too late")
-    word = store.get(decision).decode()
-    return None if word == "too late" else word == "all"
+    return None if word == _TOO_LATE else word == "all"
 
 
 def _keys(group: str, turn: int) -> Sequence[str]:
@@ -129,7 +136,7 @@ def _keys(group: str, turn: int) -> Sequence[str]:
 
 
 def _decide(store: Any, decided: str, decision: str, word: str) -> None:
-    """Decide, unless another rank has: one that waited in vain, or the last to come."""
+    """Decide, unless another rank has."""
     if store.add(decided, 1) == 1:
         store.set(decision, word)
 

@@ -43,6 +43,14 @@ def test_turns_leave_nothing_in_the_store(store):
     assert len(kept) == 1
 
 
+def test_a_rank_that_votes_against_it_waits_for_nobody(store):
+    for _ in range(2):
+        assert votes_of(store, {5: False}) == {5: False}
+    for _ in range(2):
+        assert votes_of(store, {3: True, 8: True}) == {3: False, 8: False}
+    assert votes_of(store, dict.fromkeys((3, 5, 8), True)) == dict.fromkeys((3, 5, 8), True)
+
+
 def test_nobody_waits_for_ever_for_a_rank_nor_does_one_that_is_late_disagree(store, monkeypatch):
     monkeypatch.setattr(ranks, "PATIENCE", 0.05)
     assert votes_of(store, {3: True, 8: True}) == {3: None, 8: None}
