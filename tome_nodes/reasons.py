@@ -153,6 +153,16 @@ STREAMED = (
     "in groups of one block or by leaf"
 )
 
+SEVERAL_DEVICES = (
+    "the blocks of this model lie on several devices, which share no plan; put it on one, or leave "
+    "ToMe out"
+)
+
+OTHER_RANKS = (
+    "the model is spread over several ranks, and not all of them may skip these steps, as their "
+    "prompts, settings or steps differ; give all ranks the same settings and as many steps"
+)
+
 OTHER_FORM = (
     "the model is called for more or other than one latent, as with layers or kept references; "
     "leave ToMe out"
@@ -324,6 +334,14 @@ def split(reason: str) -> tuple[str, str]:
 def helps(advice: str) -> bool:
     """Whether what a reason says to do makes ToMe save time."""
     return advice not in _FUTILE
+
+
+def alone(why: str) -> str:
+    """For a model of several ranks that do not agree any more."""
+    return (
+        f"{why}, so no step is skipped here any more; patch the model on all ranks alike, and give "
+        "them as many steps"
+    )
 
 
 def unknown_scheduler(name: str) -> str:

@@ -7,10 +7,12 @@ import pickle
 import re
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
+from types import SimpleNamespace
 
 import diffusers
 import pytest
 import torch
+from accelerate.utils import send_to_device
 from common import (
     EVERYTHING,
     TOMESD_OPTIONS,
@@ -48,9 +50,11 @@ from models.pipelines import (
     sd15,
 )
 from torch._dynamo.testing import CompileCounter
+from torch._subclasses import FakeTensorMode
 
 import tome_nodes
 from tome_nodes import reasons
+from tome_nodes.patching.model import unwrapped
 from tome_nodes.pytorch.diffusers_unets import DiffusersUNets
 from tome_nodes.pytorch.patched_model import NetworkPatch
 from tome_nodes.pytorch.patched_unet import UNetContext
@@ -640,6 +644,63 @@ def test_other_models_are_refused_by_name():
     blocks = {"down_block_types": ("DownBlock2D",) * 3, "up_block_types": ("UpBlock2D",) * 3}
     with pytest.raises(TypeError, match="needs a model with transformer blocks"):
         tome_nodes.apply_patch(make_unet(**blocks, mid_block_type=None))
+
+
+def put(module, device):
+    for part in module.modules():
+        for name, weight in part.named_parameters(recurse=False):
+            made = torch.empty_like(weight, device=device)
+            part.register_parameter(name, torch.nn.Parameter(made, requires_grad=False))
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("untried")
+def test_a_unet_on_several_devices_runs_on_all_tokens(log_messages):
+    """Fake tensors stand for those of two GPUs: they have no values, but may not meet."""
+    unet = make_unet()
+    far = [*unet.up_blocks, unet.conv_norm_out, unet.conv_out]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        put(unet, "cuda:0")
+        for part in far:
+            put(part, "cuda:1")
+            part.register_forward_pre_hook(
+                lambda _, args, kwargs: send_to_device((args, kwargs), "cuda:1"), with_kwargs=True
+            )
+        given = {
+            name: torch.empty_like(each, device="cuda:0") for name, each in inputs(unet).items()
+        }
+        tome_nodes.apply_patch(unet, backend="torch")
+        for _ in range(2):
+            assert unet(timestep=500, **given).sample.device == torch.device("cuda:1")
+    assert log_messages() == [f"[ToMe] nothing merged: {reasons.SEVERAL_DEVICES}"]
+
+
+WRAPPED = {
+    "DataParallel": torch.nn.DataParallel,
+    "DistributedDataParallel": torch.nn.parallel.DistributedDataParallel,
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("way", WRAPPED)
+def test_a_unet_within_wrappers_merges(mesh, way):
+    unet = make_unet()
+    plain, given = call(unet), inputs(unet)
+    wrapped = WRAPPED[way](unet)
+    for model in wrapped, SimpleNamespace(unet=wrapped):
+        assert tome_nodes.apply_patch(model, use_rand=False) is model
+        merged = wrapped(timestep=torch.tensor(500), **given).sample
+        assert relative_error(merged, plain) > 1e-3
+        tome_nodes.remove_patch(model)
+        assert torch.equal(wrapped(timestep=torch.tensor(500), **given).sample, plain)
+    compiled = torch.compile(WRAPPED[way](torch.compile(unet)))
+    assert unwrapped(compiled) is unet
+
+
+def test_a_pipeline_whose_unet_is_something_else_is_refused_by_the_name_of_that():
+    other = SimpleNamespace(unet=torch.nn.Sequential(make_unet()))
+    with pytest.raises(TypeError, match=r"SimpleNamespace, whose unet is a Sequential$"):
+        tome_nodes.apply_patch(other)
 
 
 @pytest.fixture

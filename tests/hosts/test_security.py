@@ -42,8 +42,12 @@ LIBRARIES = {
 }
 """What may be imported. Of the standard library, nothing with files, processes or the network."""
 
-FILES = {Path("tome_nodes/comfyui/tune/tune_cache.py"): {"folder_paths", "hashlib", "pathlib"}}
-"""The module that writes files, and what it needs for that."""
+ALLOWED = {
+    Path("tome_nodes/comfyui/tune/tune_cache.py"): {"folder_paths", "hashlib", "pathlib", "uuid"},
+    Path("tome_nodes/ranks.py"): {"distributed"},
+}
+"""The module that writes files, and the one that asks other ranks of a process group that was made
+without us; and what they need for that."""
 
 BUILTINS = {*("eval", "exec", "compile", "__import__", "open", "input", "breakpoint", "globals")}
 
@@ -70,10 +74,11 @@ PATTERNS = {
 
 
 def faults_of_python(text, extra=frozenset()):
-    """What a Python file must not have; it may import what is ``extra``."""
+    """What a Python file must not have; it may use what is ``extra``."""
+    forbidden = ATTRIBUTES - extra
 
     def is_allowed(library):
-        if ATTRIBUTES & {*library.split(".")}:
+        if forbidden & {*library.split(".")}:
             return False
         return library.partition(".")[0] in LIBRARIES | extra
 
@@ -82,11 +87,11 @@ def faults_of_python(text, extra=frozenset()):
         if isinstance(node, ast.Import):
             faults += [alias.name for alias in node.names if not is_allowed(alias.name)]
         elif isinstance(node, ast.ImportFrom) and not node.level:
-            faults += {alias.name for alias in node.names} & ATTRIBUTES
+            faults += {alias.name for alias in node.names} & forbidden
             faults += [] if is_allowed(node.module) else [node.module]
         elif isinstance(node, ast.Name) and node.id in BUILTINS:
             faults.append(node.id)
-        elif isinstance(node, ast.Attribute) and node.attr in ATTRIBUTES:
+        elif isinstance(node, ast.Attribute) and node.attr in forbidden:
             faults += [node.attr] if ast.unparse(node) not in HARMLESS else []
         elif isinstance(node, ast.Attribute | ast.Subscript):
             # Which modules there are may be asked, but not what is in them.
@@ -103,7 +108,7 @@ def faults_of_script(text):
 @pytest.mark.parametrize("file", [*PYTHON, *SCRIPTS], ids=str)
 def test_published_code_uses_no_files_network_or_eval(file):
     text = (ROOT / file).read_text(encoding="utf-8")
-    allowed = FILES.get(file, frozenset())
+    allowed = ALLOWED.get(file, frozenset())
     assert (faults_of_script(text) if file in SCRIPTS else faults_of_python(text, allowed)) == []
     assert all(len(line) <= 100 for line in text.splitlines())
 

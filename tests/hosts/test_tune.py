@@ -3,6 +3,7 @@
 import json
 import re
 from itertools import pairwise
+from pathlib import Path
 from weakref import WeakMethod
 
 import comfy.controlnet
@@ -513,6 +514,31 @@ def test_what_is_kept_comes_back_as_it_was_from_a_folder_with_any_name(user_fold
     assert tune_cache.read({"a": [1, 2], "b": 1}) == KEPT
     assert tune_cache.read({"a": 3}) == tune_cache.Kept("2026-11-24")
     assert tune_cache.read({"a": 4}) == tune_cache.Kept()
+
+
+def test_what_another_process_has_kept_stays(user_folder):
+    tune_cache.write(OF, KEPT)
+    other = tune_cache.Kept("2026-11-24", {EASY_CACHE: Measured(0.5, 1.0, 0.1)})
+    tune_cache.write(OF, other)
+    assert tune_cache.read(OF) == tune_cache.Kept(other.date, {**KEPT.tried, **other.tried})
+    (only,) = tune_cache.file(OF).parent.iterdir()
+    assert only == tune_cache.file(OF)
+
+
+def test_a_reader_meets_the_whole_file_before_or_after_a_write(log_messages, monkeypatch):
+    """Here, each time that anything is put into place."""
+    met = []
+    replace = Path.replace
+
+    def replaced(self, target):
+        met.append(tune_cache.read(OF))
+        replace(self, target)
+        met.append(tune_cache.read(OF))
+
+    monkeypatch.setattr(Path, "replace", replaced)
+    tune_cache.write(OF, KEPT)
+    assert met == [tune_cache.Kept(), KEPT]
+    assert log_messages() == []
 
 
 def file_with(**change):

@@ -411,6 +411,21 @@ def test_the_calls_of_a_step_are_forecast_together_or_not_at_all():
     assert calls == [[False] * 2] * 3 + [[True] * 2] * 4 + [[False] * 2]
 
 
+def test_the_host_is_asked_before_every_call_and_may_have_the_model_run():
+    kept, asked = Forecasts(0.6), []
+
+    def refuse(may):
+        asked.append(may)
+        return False
+
+    for index in range(6):
+        step = at(index, index)
+        assert kept.predict(step, ONE, agree=refuse) is None
+        kept.observe(step, ONE + index * CHANGE)
+    assert asked == [False, False, True, False, True, False]
+    assert kept.reason == reasons.OTHER_RANKS
+
+
 def test_a_call_that_ended_is_not_continued_from_long_ago():
     kept = Forecasts(1.0)
     for index in range(3):

@@ -11,10 +11,11 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "tome_nodes"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-_MERGING = {"settings", "reasons", "ops", "strategies", "patching"}
+_MERGING = {"settings", "reasons", "ranks", "ops", "strategies", "patching"}
 LAYERS = {
     "settings": set(),
     "reasons": set(),
+    "ranks": {"reasons"},
     "ops": set(),
     "forecasting": {"reasons"},
     "skipping": set(),

@@ -17,7 +17,7 @@ from comfy.patcher_extension import CallbacksMP, WrapperExecutor, WrappersMP
 from torch import Tensor, nn
 
 from ..patching.engine import MakeStrategy
-from ..patching.model import uncompiled
+from ..patching.model import unwrapped
 from ..report.run_record import RunRecord
 from ..settings.config import ToMeConfig
 from ..strategies import make_strategy
@@ -100,7 +100,7 @@ def _network(model: ModelPatcher) -> nn.Module:
     """
     if not hasattr(model.model, "diffusion_model"):
         raise ValueError(f"a {type(model.model).__name__} is no diffusion model")
-    return uncompiled(model.get_model_object("diffusion_model"))
+    return unwrapped(model.get_model_object("diffusion_model"))
 
 
 def is_attached(model: ModelPatcher) -> bool:

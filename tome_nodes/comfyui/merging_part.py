@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from .. import reasons
 from ..patching.deep_blocks import DeepBlocks
 from ..patching.engine import MakeStrategy
-from ..patching.model import uncompiled
+from ..patching.model import unwrapped
 from ..patching.model_run import ModelRun, Request, why_stopped
 from ..patching.schedule import MergingStep, is_active, progress_at
 from ..report.counts import Counts
@@ -133,7 +133,7 @@ class MergingPart:
         and ``options`` are the transformer options. ``call`` may be given other options and another
         control.
         """
-        network = uncompiled(model.diffusion_model)
+        network = unwrapped(model.diffusion_model)
         must_read = self._has_span or not self._steps.is_counted
         level = noise_level(t) if must_read else None
         with self._lock:
@@ -170,7 +170,7 @@ class MergingPart:
         except InterruptProcessingException:
             raise
         except Exception as error:
-            why = why_stopped(error, given is not None)
+            why = why_stopped(error, network, given is not None)
             if why is None:
                 raise
             given = came = None

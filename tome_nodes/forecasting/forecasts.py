@@ -10,7 +10,7 @@ the error.
 """
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -181,18 +181,25 @@ class Forecasts:
         self._is_forecast = self._may_forecast(step)
         return self._is_forecast
 
-    def predict(self, step: ForecastStep, call: Hashable = 0) -> Tensor | None:
+    def predict(
+        self,
+        step: ForecastStep,
+        call: Hashable = 0,
+        agree: Callable[[bool], bool] = bool,
+    ) -> Tensor | None:
         """The forecast of what a call returns; None if the model has to run.
 
         Args:
             step: the step that has begun.
             call: what tells the call from the others of its step.
+            agree: told whether there is a forecast, it returns whether to use it. A host whose
+                model runs on several ranks asks them all.
         """
-        line = self._lines.get(call)
-        if not self._is_forecast:
-            return None
-        if line is None or len(line.answers) < 2:
-            self._reasons[reasons.CHANGES] += 1
+        line = self._lines.get(call) if self._is_forecast else None
+        may = line is not None and len(line.answers) == 2
+        if not agree(may) or line is None:
+            if self._is_forecast:
+                self._reasons[reasons.OTHER_RANKS if may else reasons.CHANGES] += 1
             return None
         self.steps.add(step.index)
         return line.forecast(step)

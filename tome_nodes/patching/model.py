@@ -185,6 +185,12 @@ def deepest_level(config: ToMeConfig, blocks_by_level: Mapping[int, int]) -> int
     return min(blocks_by_level, key=lambda level: (-blocks_by_level[level], level))
 
 
-def uncompiled(module: Any) -> Any:
-    """The module that a compiled module runs, or the module itself if it is not compiled."""
-    return getattr(module, "_orig_mod", module)
+def unwrapped(module: Any) -> Any:
+    """The module that a compiled or replicated module calls; the module itself if it is neither."""
+    wrappers = nn.parallel.DistributedDataParallel, nn.DataParallel
+    while True:
+        inner = module.module if isinstance(module, wrappers) else None
+        inner = getattr(module, "_orig_mod", inner)
+        if inner is None:
+            return module
+        module = inner

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .. import reasons
 from ..ops.random_picks import step_key
+from ..ranks import ranks_of
 from ..settings.config import ToMeConfig
 from ..strategies.plan import Grid
 from .compiling import has_no_more_graphs, with_graphs_so_far
@@ -134,7 +135,8 @@ class ModelRun:
             return self._evaluated(call, request)
         except Exception as error:
             self.may_compile = not has_no_more_graphs(error)
-            why = why_stopped(error) if self._may_merge and self.may_compile else None
+            may_go_on = self._may_merge and self.may_compile
+            why = why_stopped(error, self.model.model) if may_go_on else None
             if why is None and self.may_compile:
                 raise
         # Not in the except block, where the traceback keeps the tensors of the evaluation.
@@ -286,18 +288,22 @@ class ModelRun:
         return self._engines[place]
 
 
-def why_stopped(error: Exception, is_shallow: bool = False) -> str | None:
+def why_stopped(error: Exception, model: nn.Module, is_shallow: bool = False) -> str | None:
     """The reason to run as the plain model after an error; None if that would not help.
 
-    If a shallow evaluation failed, the whole one helps, or fails in the same way.
+    If a shallow evaluation failed, the whole one helps, or fails in the same way. A model that
+    other ranks call, too, is not called again, as they would not: only a compiler fails on all
+    alike.
     """
     if isinstance(error, torch.OutOfMemoryError):
-        return reasons.NO_MEMORY
+        return None if ranks_of(model) else reasons.NO_MEMORY
     # By name, as importing the compiler takes seconds.
     if any(kind.__module__.startswith("torch._dynamo") for kind in type(error).__mro__):
         # If a backend has failed, its own error.
         return reasons.not_compiled(_in_words(getattr(error, "inner_exception", error)))
-    return reasons.shallow_failed(_in_words(error)) if is_shallow else None
+    if not is_shallow or ranks_of(model):
+        return None
+    return reasons.shallow_failed(_in_words(error))
 
 
 def _in_words(error: Exception) -> str:

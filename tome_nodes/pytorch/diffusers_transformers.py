@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from ..patching.model import uncompiled
+from ..patching.model import unwrapped
 from ..settings.config import ToMeConfig
 from .forecast_calls import ForecastCalls
 from .patched_calls import PatchedCalls
@@ -29,13 +29,13 @@ class DiffusersTransformers(Host):
         """The transformers of a pipeline, or the model itself if it is one."""
         components = getattr(model, "components", None)
         if not isinstance(components, Mapping):
-            own = uncompiled(model)
+            own = unwrapped(model)
             kinds = type(own).__mro__ if isinstance(own, nn.Module) else ()
             is_one = any(
                 kind.__module__.startswith("diffusers.models.transformers.") for kind in kinds
             )
             return [(own, None)] if is_one else []
-        named = ((name, uncompiled(component)) for name, component in components.items())
+        named = ((name, unwrapped(component)) for name, component in components.items())
         runs = PipelineRuns(Scheduling(model))
         return [
             (component, runs)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .. import reasons
 from ..patching.deep_blocks import DeepBlocks, no_channels
-from ..patching.model import uncompiled
+from ..patching.model import unwrapped
 from ..patching.overrides import Override
 from ..patching.unet import UNetRecord
 from ..patching.work import Layer
@@ -120,7 +120,7 @@ class DiffusersUNets(UNetHost):
 
     def find(self, model: object) -> list[tuple[nn.Module, UNetContext]]:
         """The UNet of a pipeline, or the model itself if it is one."""
-        unet = uncompiled(getattr(model, "unet", model))
+        unet = unwrapped(getattr(model, "unet", model))
         if not isinstance(unet, UNet2DConditionModel):
             return []
         scheduler = getattr(model, "scheduler", None)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch._dynamo.decorators import skip
 
+from ..ranks import Ranks
 from ..settings.config import ToMeConfig
 from .flow_call import FlowCall, flow_call
 from .patched_calls import PatchedCalls
@@ -25,6 +26,7 @@ class ForecastCalls(PatchedCalls):
         super().__init__(network)
         self._config = config
         self._runs = runs
+        self._ranks = Ranks(network)
         self._kind: type | None = None
 
     @skip
@@ -33,11 +35,11 @@ class ForecastCalls(PatchedCalls):
     ) -> Any:
         """What a call of the model returns: the model runs if it is not forecast."""
         begun = self._begin(args, kwargs)
-        if begun is None:
-            return forward(*args, **kwargs)
-        answer = self._predict(*begun)
+        answer = self._predict(begun)
         if answer is not None:
             return answer
+        if begun is None:
+            return forward(*args, **kwargs)
         try:
             answer = forward(*args, **kwargs)
         except BaseException:
@@ -58,11 +60,15 @@ class ForecastCalls(PatchedCalls):
         return run, call
 
     @torch.compiler.disable
-    def _predict(self, run: PipelineRun, call: FlowCall) -> Any:
+    def _predict(self, begun: tuple[PipelineRun, FlowCall] | None) -> Any:
         """What the model is forecast to return; None if it has to run."""
-        if run.forecasts is None:
+        forecasts = None if begun is None else begun[0].forecasts
+        if begun is None or forecasts is None:
+            self._ranks.agree(False)
             return None
-        denoised = run.forecasts.predict(run.step, (run.call, call.latent.shape))
+        run, call = begun
+        own = run.call, call.latent.shape
+        denoised = forecasts.predict(run.step, own, self._ranks.agree)
         if denoised is None:
             return None
         run.latents.note(denoised)

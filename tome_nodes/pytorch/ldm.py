@@ -12,7 +12,7 @@ from torch import nn
 
 from .. import reasons
 from ..patching.deep_blocks import DeepBlocks, no_channels
-from ..patching.model import uncompiled
+from ..patching.model import unwrapped
 from ..patching.unet import UNetRecord, layers_by_level
 from ..settings.config import ToMeConfig
 from .arguments import TIMESTEPS
@@ -43,7 +43,7 @@ class LdmUNets(UNetHost):
     def find(self, model: object) -> list[tuple[nn.Module, UNetContext]]:
         """The UNet at ``model.model.diffusion_model``, ``model.diffusion_model`` or ``model``."""
         inner = getattr(model, "model", model)
-        unet = uncompiled(getattr(inner, "diffusion_model", inner))
+        unet = unwrapped(getattr(inner, "diffusion_model", inner))
         parts = ("input_blocks", "middle_block", "output_blocks")
         if not (isinstance(unet, nn.Module) and all(hasattr(unet, name) for name in parts)):
             return []

@@ -20,6 +20,7 @@ from ..patching.engine import MakeStrategy
 from ..patching.evaluation import Observer, Result
 from ..patching.model_run import ModelRun, Request, why_stopped
 from ..patching.schedule import MergingStep, is_active, progress_at
+from ..ranks import Ranks
 from ..report import log_line
 from ..report.counts import Counts
 from ..report.run_record import RunRecord, merging_record
@@ -115,6 +116,7 @@ class MergingCalls(PatchedCalls):
         may_be_shallow = config.forecast and config.ratio > 0
         self._deep = unets.deep_blocks(unet) if may_be_shallow else None
         self._run: UNetRun | None = None
+        self._ranks = Ranks(unet)
 
     @skip
     def answer(
@@ -196,17 +198,31 @@ class MergingCalls(PatchedCalls):
             }
             run = self._follow(sample, noise, is_on, self._unets.conditions(args[2:], others))
         at = self._step(noise, 0 if run is None else run.index, is_on)
-        # The check may visit every module of the UNet.
-        obstacle = self._unets.obstacle(self.network, self._config) if is_on else None
+        # The checks may visit every module of the UNet.
+        obstacle = self._obstacle() if is_on else None
         device, self._latent = _execution_device(self.network, sample), Grid(*sample.shape[-2:])
         request = Request(at, self._latent, device, sample.dtype, obstacle)
-        if run is None or run.obstacle is not None:
+        if run is None:
             return _Call(request)
-        keys = run.shallow.keys_of([0], sample.shape, sample.device)
-        is_shallow = keys is not None and run.shallow.is_shallow
+        keys = None
+        if run.obstacle is None:
+            keys = run.shallow.keys_of([0], sample.shape, sample.device)
+        if keys is None:
+            # Before every call, all ranks are asked.
+            self._ranks.agree(False)
+            return _Call(request)
+        is_shallow = run.shallow.is_shallow
         return _Call(
             request, keys, self._unets.shallow_arguments(args, kwargs) if is_shallow else None
         )
+
+    def _obstacle(self) -> str | None:
+        """Why the UNet cannot merge tokens in its current state, None if it can."""
+        # Weights that are offloaded come in when they are called for.
+        places = {weight.device for weight in self.network.parameters()}
+        if sum(place.type not in ("cpu", "meta") for place in places) > 1:
+            return reasons.SEVERAL_DEVICES
+        return self._unets.obstacle(self.network, self._config)
 
     def _follow(
         self, sample: Tensor, timestep: float, is_on: bool, conditions: Hashable
@@ -226,9 +242,15 @@ class MergingCalls(PatchedCalls):
     @torch.compiler.disable
     def _given(self, call: _Call) -> Tensor | None:
         """What takes the place of what would come up in a call; None if the deep blocks run."""
-        if call.keys is None or call.outside is None or self._run is None:
-            return None
-        return self._run.shallow.given(call.keys)
+        run, given = self._run, None
+        assert run is not None
+        if call.keys is not None and call.outside is not None:
+            given = run.shallow.given(call.keys)
+        if self._ranks.agree(given is not None):
+            return given
+        if given is not None:
+            run.run_whole(reasons.OTHER_RANKS)
+        return None
 
     @torch.compiler.disable
     def _keep(self, keys: Sequence[Hashable], came: Tensor | None) -> None:
@@ -239,7 +261,7 @@ class MergingCalls(PatchedCalls):
     @torch.compiler.disable
     def _stopped(self, error: Exception, is_shallow: bool) -> str | None:
         """Why the rest of this run is whole after an error; None if that would not help."""
-        why = why_stopped(error, is_shallow)
+        why = why_stopped(error, self.network, is_shallow)
         if why is not None and self._run is not None:
             log.warning("[ToMe] %s; the rest of this run goes on without shallow steps", why)
             self._run.stop(why)

@@ -137,8 +137,11 @@ def _networks_of(model: object) -> list[tuple[Any, Any, Any]]:
     for host in hosts:
         if networks := host.find(model):
             return [(network, context, host) for network, context in networks]
+    kind = type(model).__name__
+    if (unet := getattr(model, "unet", None)) is not None:
+        kind += f", whose unet is a {type(unet).__name__}"
     raise TypeError(
         "ToMe needs a diffusers pipeline with a transformer or a UNet2DConditionModel, such a "
         "UNet, or a latent-diffusion model with a UNet at model.model.diffusion_model; this is a "
-        f"{type(model).__name__}"
+        f"{kind}"
     )

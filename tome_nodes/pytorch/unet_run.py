@@ -63,6 +63,7 @@ class UNetRun:
         self.is_known = False
         self.was_active = False
         self.is_reported = False
+        self._why_whole = reasons.NEVER_SHALLOW
         self._scheduling = scheduling
         self._scheduler = scheduling.scheduler
         self._given = getattr(self._scheduler, "timesteps", None)
@@ -157,7 +158,12 @@ class UNetRun:
         count, least = self._count, shortest(self._ratio)
         if self.obstacle is None and count is not None and count < least:
             return reasons.too_short_for_shallow(count, least)
-        return self.obstacle or reasons.NEVER_SHALLOW
+        return self.obstacle or self._why_whole
+
+    def run_whole(self, why: str) -> None:
+        """Run the rest of this evaluation whole, which would be shallow."""
+        self.shallow.is_shallow = False
+        self._why_whole = why
 
     def stop(self, why: str) -> None:
         """Run the rest whole, and drop what is kept."""

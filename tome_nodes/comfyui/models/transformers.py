@@ -14,7 +14,7 @@ from ... import reasons
 from ...patching.attention_trial import Attention
 from ...patching.block import Block
 from ...patching.evaluation import ModelState
-from ...patching.model import uncompiled
+from ...patching.model import unwrapped
 from ...patching.stack import Stack
 from ...settings.config import ToMeConfig
 from ...strategies.plan import Grid
@@ -55,7 +55,7 @@ class Transformer:
         for name in self.blocks:
             module = getattr(model, name, None)
             if module is not None:
-                yield Stack(name, module, tuple(map(uncompiled, module)))
+                yield Stack(name, module, tuple(map(unwrapped, module)))
 
     def block(self, model: ModelState, stack: Stack, index: int) -> AttentionBlock:
         return AttentionBlock(model, stack, index, self.attention, partial(self._start, model))

@@ -6,10 +6,12 @@ A file that cannot be used is measured anew, and replaced.
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import folder_paths
 
@@ -48,11 +50,7 @@ def read(key: Mapping[str, Any]) -> Kept:
     """What is kept for a kind of sampling run; nothing, and a warning, if it cannot be used."""
     path = file(key)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        tried = {name: Measured(**figures) for name, figures in content["tried"].items()}
-        return Kept(str(content["date"]), tried)
-    except FileNotFoundError:
-        return Kept()
+        return _read(path)
     except Exception as error:
         log.warning(
             "[ToMe] %s cannot be used, so ToMe Tune measures anew: %s: %s",
@@ -61,12 +59,32 @@ def read(key: Mapping[str, Any]) -> Kept:
         return Kept()
 
 
+def _read(path: Path) -> Kept:
+    """What is kept in a file, which need not exist; any error if it cannot be used."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return Kept()
+    content = json.loads(text)
+    tried = {name: Measured(**figures) for name, figures in content["tried"].items()}
+    return Kept(str(content["date"]), tried)
+
+
 def write(key: Mapping[str, Any], kept: Kept) -> None:
-    """Keep what was measured for a kind of sampling run; a warning if that fails."""
-    content = {"about": _ABOUT, "of": key, **asdict(kept)}
+    """Keep what was measured for a kind of sampling run; a warning if that fails.
+
+    What another process has kept since is kept, too. A reader never meets half a file.
+    """
     path = file(key)
+    with suppress(Exception):
+        kept = replace(kept, tried={**_read(path).tried, **kept.tried})
+    content = {"about": _ABOUT, "of": key, **asdict(kept)}
+    beside = path.with_name(f"{path.stem}.{uuid4().hex}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        beside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        beside.replace(path)
     except OSError as error:
+        with suppress(OSError):
+            beside.unlink()
         log.warning("[ToMe] what was measured is not kept: %s", error)
