@@ -24,7 +24,9 @@ def case_of(kind, seed=0):
     """A pipeline. Under the prompts of seed 1, the answers of a transformer turn back."""
     if kind == "unet":
         case = sd15("one_level")
-        case.pipeline.scheduler = diffusers.EulerDiscreteScheduler()
+        case.pipeline.scheduler = diffusers.EulerDiscreteScheduler(
+            beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear"
+        )
     else:
         case = TRANSFORMERS[kind]()
     random = torch.Generator().manual_seed(70 + seed)

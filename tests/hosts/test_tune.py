@@ -288,7 +288,7 @@ def test_ratios_below_one_that_forecasts_nothing_are_tried(timed):
     ]
     result = timed.tune(steps=9, positive=positive)
     highest, lowest = result.figures[BALANCED[2]], result.figures[BALANCED[0]]
-    assert highest.obstacle.startswith("nothing was forecast: prompts, guidance")
+    assert highest.obstacle.startswith(f"nothing was forecast: {reasons.CHANGES}")
     assert lowest.speed == pytest.approx(9 / 8)
 
 

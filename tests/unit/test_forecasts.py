@@ -420,7 +420,8 @@ def test_the_host_is_asked_before_every_call_and_may_have_the_model_run():
 
     for index in range(6):
         step = at(index, index)
-        assert kept.predict(step, ONE, agree=refuse) is None
+        kept.begin(step, ONE)
+        assert kept.predict(step, agree=refuse) is None
         kept.observe(step, ONE + index * CHANGE)
     assert asked == [False, False, True, False, True, False]
     assert kept.reason == reasons.OTHER_RANKS
