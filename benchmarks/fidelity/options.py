@@ -83,7 +83,10 @@ def of_other_runs(steps: int) -> list[Option]:
 
 def of_stickers(steps: int) -> list[Option]:
     """The same of the UNet whose steps may be shallow, and shallow steps without merging."""
-    alone = partial(attach, config=ToMeConfig(ratio=0.6, forecast=True, merge_attn=False))
+    alone = {
+        ratio: partial(attach, config=ToMeConfig(ratio=ratio, forecast=True, merge_attn=False))
+        for ratio in (0.15, 0.3, 0.6)
+    }
     return [
         *_fewer(steps),
         *_merged_fewer(steps),
@@ -93,7 +96,10 @@ def of_stickers(steps: int) -> list[Option]:
         ),
         _tomesd(),
         *_presets({"balanced": (0.3, 0.6), "fast": (0.3, 0.6, 0.75)}),
-        Option("shallow 0.6, nothing merged", shares.OURS, alone),
+        *(
+            Option(f"shallow {ratio:g}, nothing merged", shares.OURS, patch)
+            for ratio, patch in alone.items()
+        ),
     ]
 
 
