@@ -18,7 +18,7 @@ PUBLISHED = published_files()
 PYTHON = [file for file in PUBLISHED if file.suffix == ".py"]
 SCRIPTS = [file for file in PUBLISHED if file.suffix == ".js"]
 
-KINDS = {".py", ".js", ".json", ".jpg", ".md", ".toml", ""}
+KINDS = {".py", ".js", ".json", ".jpg", ".md", ".svg", ".toml", ""}
 """Suffixes of what is published; the one file without is the licence."""
 
 RUN_ON_ITS_OWN = {"install.py", "prestartup_script.py", "requirements.txt", "uninstall.py"}
@@ -118,6 +118,10 @@ def test_only_texts_and_pictures_are_published_beside_the_code():
     assert {file.suffix for file in PUBLISHED} == KINDS
     assert [file.name for file in PUBLISHED if not file.suffix] == ["LICENSE"]
     assert not RUN_ON_ITS_OWN & {file.name for file in PUBLISHED}
+    drawings = [file.read_text(encoding="utf-8") for file in PUBLISHED if file.suffix == ".svg"]
+    # Such a picture can run scripts and bring in others.
+    active = re.compile(r"<script|<foreignObject|\bon\w+=|href|@import|url\(", re.IGNORECASE)
+    assert drawings and not any(map(active.search, drawings))
 
 
 @pytest.mark.parametrize(
