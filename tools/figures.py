@@ -122,9 +122,9 @@ def _work() -> str:
     """How many times less work whole runs are."""
     asked = (
         ("SDXL", 1536, "second pass"),
+        ("SDXL", 2048, "second pass"),
         ("SDXL", 1024, "20 steps"),
         ("SDXL", 1024, "8 steps"),
-        ("SDXL", 2048, "20 steps"),
         ("SD 1.5", 1024, "second pass"),
         ("SD 1.5", 512, "20 steps"),
         ("SD 1.5", 1024, "20 steps"),
@@ -144,8 +144,8 @@ def _work() -> str:
     body += [
         [f"{model} at any size, {steps} steps", forecast(judge, steps), "the same"]
         for model, judge, numbers in (
-            ("Transformers", "image", (20, 8)),
-            ("Videos", "video", (20,)),
+            ("Flux, Qwen-Image and other transformers", "image", (20, 8)),
+            ("Wan and other videos", "video", (20,)),
         )
         for steps in numbers
     ]

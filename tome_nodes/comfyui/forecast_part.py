@@ -143,7 +143,7 @@ class ForecastPart:
         before, self._parts = self._parts, []
         answer = executor(*args, **kwargs)
         # Whoever else gets it may change it in place.
-        kept = answer.clone()
+        kept = answer.detach().clone()
         self._latents.note(kept)
         self._forecasts.note_guided(step, kept)
         if calls and self._calls != calls:
@@ -180,7 +180,7 @@ class ForecastPart:
             found = self._forecasts.observe(step, torch.stack([*answers]), call)
         if x_in.shape == latent.shape:
             # Guidance may change them in place.
-            self._parts += found.clone().unbind()
+            self._parts += found.detach().clone().unbind()
         return [*found.unbind()]
 
     def _step_of(
