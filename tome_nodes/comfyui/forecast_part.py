@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from comfy.model_sampling import CONST
-from comfy.patcher_extension import WrapperExecutor, WrappersMP
+from comfy.patcher_extension import WrapperExecutor
 from torch import Tensor
 
 from .. import reasons
@@ -109,12 +109,8 @@ class ForecastPart:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Take part in the run; afterwards, no latent is kept of it."""
-        wrappers = {
-            WrappersMP.PREDICT_NOISE: self.predict_noise,
-            WrappersMP.CALC_COND_BATCH: self.calc_cond_batch,
-        }
         try:
-            with wrapped(self._guider, wrappers):
+            with wrapped(self._guider, self.predict_noise, self.calc_cond_batch):
                 yield
         finally:
             self._clear()

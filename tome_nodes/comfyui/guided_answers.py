@@ -10,6 +10,7 @@ from typing import Any
 
 import comfy.samplers
 import torch
+from comfy.patcher_extension import WrappersMP
 from torch import Tensor
 
 from .. import reasons
@@ -21,12 +22,18 @@ from .neighbours import KEY
 
 
 @contextmanager
-def wrapped(guider: Any, wrappers: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Wrap parts of a run of ComfyUI's ``guider``, inside of all other wrappers.
+def wrapped(
+    guider: Any, predict_noise: Callable[..., Any], calc_cond_batch: Callable[..., Any]
+) -> Iterator[None]:
+    """Wrap the guided answers of a run of ComfyUI's ``guider``, and the answers to conditions.
 
-    The keys of ``wrappers`` are of ``WrappersMP``.
+    The wrappers are inside of all others.
     """
     kinds = guider.model_options["transformer_options"].setdefault("wrappers", {})
+    wrappers = {
+        WrappersMP.PREDICT_NOISE: predict_noise,
+        WrappersMP.CALC_COND_BATCH: calc_cond_batch,
+    }
     for kind, wrapper in wrappers.items():
         of_kind = kinds.setdefault(kind, {})
         of_kind.pop(KEY, None)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from comfy.model_sampling import CONST
-from comfy.patcher_extension import WrapperExecutor, WrappersMP
+from comfy.patcher_extension import WrapperExecutor
 from torch import Tensor
 
 from .. import reasons
@@ -51,7 +51,6 @@ class ShallowPart:
         self._latents = latents
         self._latent: Tensor | None = None
         self._where: Hashable = None
-        self._followed: list[Tensor] = []
         self._answers = 0
         self._first_of_step: list[int] = []
         self._is_planned = False
@@ -72,11 +71,7 @@ class ShallowPart:
     def installed(self) -> Iterator[None]:
         """Take part in a run; afterwards, nothing is kept of it."""
         try:
-            wrappers = {
-                WrappersMP.PREDICT_NOISE: self.predict_noise,
-                WrappersMP.CALC_COND_BATCH: self.calc_cond_batch,
-            }
-            with wrapped(self._guider, wrappers):
+            with wrapped(self._guider, self.predict_noise, self.calc_cond_batch):
                 yield
         finally:
             self._run.clear()
@@ -161,14 +156,7 @@ class ShallowPart:
         self._place = log_snr(level, self._is_flow) if level > 0 else self._place
         is_on = is_active(self._config, level, self._sampling.percent_to_sigma)
         self._run.begin(index, self._place, may_be_shallow=is_on and not is_new)
-        follows = self._latents.begin(latent, level)
-        if follows is not None:
-            self._followed.append(follows)
-        # Before a shallow evaluation only, as this waits for the GPU.
-        if self._run.is_shallow and self._followed:
-            if not torch.stack(self._followed).all():
-                self._run.clear()
-            self._followed.clear()
+        self._run.follow(self._latents.begin(latent, level))
 
     def _level(self, sigma: Tensor, index: int) -> float:
         """The noise level of an answer; reading it waits for the GPU, so a known one counts."""

@@ -107,12 +107,12 @@ class _Line:
         self.forecasts = []
         self.total += 1
 
-    def forecast(self, step: ForecastStep) -> Tensor:
-        """The answer of a step on the line."""
+    def skip(self, step: ForecastStep) -> float:
+        """Note that a step is forecast; returns how many times the last change is added."""
         first, last = self.answers
         share = min(_DAMPING * _times(first.step, last.step, step), _MOST_CHANGE)
         self.forecasts.append(_Forecast(step, share))
-        return torch.lerp(first.denoised, last.denoised, 1 + share)
+        return share
 
     @property
     def turns(self) -> bool:
@@ -202,7 +202,8 @@ class Forecasts:
                 self._reasons[reasons.OTHER_RANKS if may else reasons.CHANGES] += 1
             return None
         self.steps.add(step.index)
-        return line.forecast(step)
+        first, last = line.answers
+        return torch.lerp(first.denoised, last.denoised, 1 + line.skip(step))
 
     def observe(self, step: ForecastStep, denoised: Tensor, call: Hashable = 0) -> Tensor:
         """Note what the model answered to a call.
@@ -233,7 +234,7 @@ class Forecasts:
                 denoised = correction.taken_off(denoised)
             line.add(_Answer(step, denoised))
         elif len(line.answers) == 2:
-            line.forecast(step)
+            line.skip(step)
 
     def restart(self) -> None:
         """Forget all answers, which are no guide to the next."""

@@ -11,7 +11,6 @@ from collections.abc import Hashable, Sequence
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .. import reasons
@@ -80,7 +79,6 @@ class UNetRun:
         self.shallow = ShallowRun(self._ratio, goes_on)
         # Noise that is added is as large as the latent that the model is given.
         self._latents = CalledLatents() if goes_on and not _clips(self._scheduler) else None
-        self._followed: list[Tensor] = []
 
     def takes(self, timestep: float) -> bool:
         """Whether a call at this timestep belongs to this run."""
@@ -175,14 +173,7 @@ class UNetRun:
         """Look whether the latent of a new evaluation is where the scheduler was led."""
         if self._latents is None or self.obstacle is not None:
             return
-        follows = self._latents.begin(sample)
-        if follows is not None:
-            self._followed.append(follows)
-        # Before a shallow evaluation only, as this waits for the GPU.
-        if self.shallow.is_shallow and self._followed:
-            if not torch.stack(self._followed).all():
-                self.shallow.clear()
-            self._followed.clear()
+        self.shallow.follow(self._latents.begin(sample))
 
     def _see(self, conditions: Hashable) -> None:
         """Note the conditions of a call, and drop what is kept if they have changed."""

@@ -33,6 +33,7 @@ class ShallowRun:
         self._count = 0
         self._index, self._place = 0, 0.0
         self._whole: frozenset[int] = frozenset()
+        self._followed: list[Tensor] = []
 
     def plan(self, count: int, blank: int = 0) -> None:
         """Plan a run of so many evaluations; all are whole before that is called.
@@ -54,6 +55,19 @@ class ShallowRun:
         self.is_shallow = (
             may_be_shallow and FIRST <= index < self._count and index not in self._whole
         )
+
+    def follow(self, leads: Tensor | None) -> None:
+        """Note whether the evaluations before this one led to its latent, None if nothing is known.
+
+        If any since the last shallow one did not, a shallow one is whole, and nothing is kept.
+        """
+        if leads is not None:
+            self._followed.append(leads)
+        # Before a shallow evaluation only, as this waits for the GPU.
+        if self.is_shallow and self._followed:
+            if not torch.stack(self._followed).all():
+                self.clear()
+            self._followed.clear()
 
     def keys_of(
         self, names: Sequence[Hashable], shape: Sequence[int], device: torch.device
