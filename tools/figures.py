@@ -153,18 +153,20 @@ def _work() -> str:
 
 
 def _work_by_size() -> str:
-    """The work that is left of an evaluation."""
+    """The work that is left of an evaluation, of a run and of a second pass, by preset."""
 
     def body() -> Iterator[Sequence[str]]:
         before = ""
         for size, row in _counted().items():
             model, side = size.split(", ")
-            left = (row[preset] for preset in ("balanced", "fast"))
-            merged = ("nothing merges" if each == 1 else f"{each:.2f}" for each in left)
-            yield "" if model == before else model, side.replace("x", "×"), *merged
+            left = (
+                " / ".join(f"{row[f'{run}{preset}']:.2f}" for preset in ("balanced", "fast"))
+                for run in ("", "20 steps, ", "second pass, ")
+            )
+            yield "" if model == before else model, side.replace("x", "×"), *left
             before = model
 
-    return table(("Model", "Size", "*balanced*", "*fast*"), body())
+    return table(("Model", "Size", "One evaluation", "20 steps", "Second pass"), body())
 
 
 @cache
