@@ -18,6 +18,7 @@ from benchmarks.lossless import lossless
 from tome_nodes.pytorch.patch import _networks_of
 from tome_nodes.pytorch.patched_model import NetworkPatch
 from tome_nodes.settings.config import ToMeConfig
+from tome_nodes.skipping.plan import whole_evaluations
 from tome_nodes.strategies.bipartite import BipartiteStrategy
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -52,6 +53,11 @@ in_every_scope = pytest.mark.parametrize(
     ],
     ids=str,
 )
+
+
+def planned(count, begins=-5.3, ends=7.0, ratio=0.6):
+    """The whole ones of so many evaluations between two logarithms of signal to noise."""
+    return whole_evaluations(ratio, torch.linspace(begins, ends, count).tolist())
 
 
 Shuffle = lossless(BipartiteStrategy)

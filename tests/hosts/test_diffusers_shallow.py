@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import diffusers
 import pytest
 import torch
-from common import attributes, check_compiled, relative_error
+from common import attributes, check_compiled, planned, relative_error
 from models.pipelines import CASES, COMPILED, inputs, make_unet, noise, picture, sd15, sdxl
 
 import tome_nodes
@@ -31,7 +31,8 @@ pytestmark = pytest.mark.newest_only
 SD = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 """The noise levels of Stable Diffusion."""
 STEPS = 20
-WHOLE = sorted(whole_evaluations(0.6, STEPS))
+WHOLE = sorted(planned(STEPS))
+BETAS = torch.linspace(SD["beta_start"] ** 0.5, SD["beta_end"] ** 0.5, 1000) ** 2
 LARGE = {"height": 256, "width": 256}
 
 SCHEDULERS = {
@@ -85,6 +86,12 @@ def watch(network):
     # Below a block whose forward is replaced, as its own hooks still run.
     network.mid_block.resnets[0].conv1.register_forward_hook(whole)
     return seen
+
+
+def planned_for(seen):
+    """The whole ones of evaluations at these timesteps, as Stable Diffusion counts them."""
+    shares = torch.cumprod(1 - BETAS, 0)[[round(each.timestep) for each in seen]]
+    return sorted(whole_evaluations(0.6, (shares / (1 - shares)).log().tolist()))
 
 
 def whole_of(seen):
@@ -191,7 +198,7 @@ def test_evaluations_are_planned_whatever_the_scheduler(name, log_messages):
     assert case(STEPS).isfinite().all()
     count = len(seen)
     assert count in (STEPS, 2 * STEPS - 1)
-    assert whole_of(seen) == sorted(whole_evaluations(0.6, count))
+    assert whole_of(seen) == planned_for(seen)
     assert f"shallow {count - len(whole_of(seen))}/{count} steps" in log_messages()[-1]
 
 
@@ -238,12 +245,12 @@ def test_a_loop_by_hand_is_counted_by_how_its_timesteps_fall(timesteps, log_mess
     seen = watch(unet)
     tome_nodes.apply_patch(unet, 0.6, preset="fast")
     by_hand(unet, timesteps)
-    assert whole_of(seen) == WHOLE
+    assert whole_of(seen) == planned_for(seen)
     assert "shallow 11/20 steps" in log_messages()[-1]
     # A timestep that rises begins another run.
     del seen[:]
     by_hand(unet, timesteps)
-    assert whole_of(seen) == WHOLE
+    assert whole_of(seen) == planned_for(seen)
 
 
 @pytest.mark.parametrize("names", [("sample",), ("timestep",), ("sample", "timestep")])
@@ -299,7 +306,8 @@ def test_a_run_that_begins_late_in_a_fine_schedule_is_counted_right(strength, lo
     seen = watch(case.network)
     case(60, strength=strength)
     count = round(60 * strength)
-    assert whole_of(seen) == sorted(whole_evaluations(0.6, count))
+    assert len(seen) == count
+    assert whole_of(seen) == planned_for(seen)
     assert f"/{count} steps" in log_messages()[-1]
 
 
@@ -338,12 +346,12 @@ def test_a_second_pipeline_and_copies_are_counted_by_their_own_timesteps():
     case(STEPS)
     del seen[:]
     other(12)
-    assert whole_of(seen) == sorted(whole_evaluations(0.6, 12))
+    assert whole_of(seen) == sorted(planned(12))
     for copied in copies:
         other.pipeline.unet = copied
         seen = watch(copied)
         other(12)
-        assert whole_of(seen) == sorted(whole_evaluations(0.6, 12))
+        assert whole_of(seen) == sorted(planned(12))
 
 
 def test_a_run_of_another_schedule_begins_anew_even_if_its_timestep_falls(case):
@@ -366,7 +374,8 @@ def test_a_run_of_another_schedule_begins_anew_even_if_its_timestep_falls(case):
         name: value for name, value in (case.arguments | given).items() if value is not None
     }
     case(STEPS)
-    assert whole_of(seen) == sorted(whole_evaluations(0.6, STEPS // 2))
+    assert len(seen) == STEPS // 2
+    assert whole_of(seen) == planned_for(seen)
 
 
 def test_a_run_that_a_refiner_goes_on_with_ends_where_it_leaves_off(log_messages):
@@ -375,7 +384,7 @@ def test_a_run_that_a_refiner_goes_on_with_ends_where_it_leaves_off(log_messages
     tome_nodes.apply_patch(case.pipeline, 0.6, preset="fast")
     seen = watch(case.network)
     case(25, denoising_end=0.8)
-    assert whole_of(seen) == WHOLE
+    assert whole_of(seen) == planned_for(seen)
     assert "shallow 11/20 steps" in log_messages()[-1]
     kind = diffusers.StableDiffusionXLImg2ImgPipeline
     case.pipeline = kind(**case.pipeline.components, add_watermarker=False)
@@ -386,7 +395,7 @@ def test_a_run_that_a_refiner_goes_on_with_ends_where_it_leaves_off(log_messages
     case(54, image=picture(), strength=0.6)
     count = len(seen)
     assert count == 32
-    assert whole_of(seen) == sorted(whole_evaluations(0.6, count))
+    assert whole_of(seen) == planned_for(seen)
     assert f"/{count} steps" in log_messages()[-1]
 
 

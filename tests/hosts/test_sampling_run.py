@@ -5,7 +5,7 @@ import re
 import comfy.model_management
 import pytest
 import torch
-from common import Shuffle, input_lengths, relative_error, stopped
+from common import Shuffle, input_lengths, planned, relative_error, stopped
 from host import fast, overridden
 from models.comfyui import KINDS, TINY, UNETS, sample
 
@@ -13,7 +13,6 @@ from tome_nodes.comfyui.attachment import attach, last_run
 from tome_nodes.patching import model as patched_model
 from tome_nodes.report.pages import in_words
 from tome_nodes.settings.config import ToMeConfig
-from tome_nodes.skipping.plan import whole_evaluations
 
 SIZE = 32, 32
 BOTH = r"\[ToMe\] merged \d/\d blocks \(.*\), \d+/\d+ steps, shallow (\d+)/(\d+) steps, ratio"
@@ -35,7 +34,7 @@ def test_fast_merges_and_is_shallow_in_one_run(sd15, log_messages, run, sampler)
     patched = attach(sd15, fast())
     result = run(patched, sampler=sampler)
     shallow, total = map(int, re.match(BOTH, log_messages()[-1]).groups())
-    assert shallow == total - len(whole_evaluations(0.6, total)) > 0
+    assert shallow == total - len(planned(total)) > 0
     assert result.isfinite().all()
     assert overridden(sd15) == []
     assert torch.equal(run(patched, sampler=sampler), result)

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from comfyui_version import __version__
+from common import planned
 
 from tools.environment import NEWEST, is_earlier
 
@@ -21,7 +22,6 @@ from test_sampling_run import from_noise
 from benchmarks.forecasts.situations import Control, extended
 from tome_nodes import reasons
 from tome_nodes.comfyui.attachment import attach, last_run
-from tome_nodes.skipping.plan import whole_evaluations
 
 
 def spans_of(model, patched, **options):
@@ -56,7 +56,7 @@ def test_the_step_in_which_something_ends_is_whole(sd15, patch, prompt):
     end = sd15.get_model_object("model_sampling").percent_to_sigma(0.5)
     levels, shallow = spans_of(model, attach(model, fast()), prompts=prompts)
     first = next(index for index, level in enumerate(levels) if level < end)
-    assert shallow == ({*range(24)} - whole_evaluations(0.6, 24)) - {first}
+    assert shallow == ({*range(24)} - planned(24, ends=3.0)) - {first}
 
 
 def test_outside_of_its_percents_a_run_is_the_plain_one(sd15):

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import math
 import weakref
 from functools import partial
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
 from comfy.samplers import calculate_sigmas
-from common import relative_error
+from common import planned, relative_error
 from compatibility import table
 from compatibility.neighbours import ALL, BY_NAME
 from compatibility.table import alone, model_of
@@ -36,7 +35,7 @@ SIZE = 32, 32
 CACHES = "EasyCache", "LazyCache"
 MEETS = [each.name for each in ALL if not each.is_slow and each.name not in CACHES]
 """The other nodes beside which steps are shallow."""
-PLANNED = {*range(20)} - whole_evaluations(0.6, 20)
+PLANNED = {*range(20)} - planned(20, ends=3.0)
 
 
 def run(model, steps=20, kind="sdxl", **options):
@@ -134,11 +133,12 @@ def test_steps_in_noise_without_a_picture_are_shallow_first(sdxl):
     """As with zero terminal SNR, where noise begins at 4519."""
     model = BY_NAME["ModelSamplingDiscrete"].patch(sdxl, "sdxl")
     sampling = model.get_model_object("model_sampling")
-    blank = int((calculate_sigmas(sampling, "karras", 20) > math.exp(4.5)).sum())
+    sigmas = calculate_sigmas(sampling, "karras", 20)[:-1]
+    whole = whole_evaluations(0.6, (-2 * sigmas.log()).tolist())
     patched = attach(model, fast())
     run(patched, scheduler="karras")
-    assert blank > 5
-    assert shallow_of(patched) == {*range(20)} - whole_evaluations(0.6, 20, blank) != PLANNED
+    assert {*range(3, 7)}.isdisjoint(whole)
+    assert shallow_of(patched) == {*range(20)} - whole != PLANNED
 
 
 def test_only_the_outermost_blocks_run_in_a_shallow_step(sdxl):
@@ -181,8 +181,8 @@ def test_a_prompt_that_changes_in_the_middle_makes_the_next_step_whole(sdxl):
     tiny = UNETS["sdxl"]
     (first,), (second,) = conditioning(tiny, 5), conditioning(tiny, 7)
     parts = [
-        [first[0], first[1] | {"start_percent": 0.0, "end_percent": 0.5}],
-        [second[0], second[1] | {"start_percent": 0.5, "end_percent": 1.0}],
+        [first[0], first[1] | {"start_percent": 0.0, "end_percent": 0.6}],
+        [second[0], second[1] | {"start_percent": 0.6, "end_percent": 1.0}],
     ]
     patched = attach(sdxl, fast())
     assert run(patched, prompts=[parts, conditioning(tiny, 6)]).isfinite().all()
@@ -410,7 +410,7 @@ def test_evaluations_are_counted_whatever_the_sampler(sdxl, sampler, evaluations
     with hook:
         assert run(patched, 10, sampler=sampler).isfinite().all()
     assert len(answers) in (10 * evaluations, 10 * evaluations - 1)
-    assert len(whole) == len(whole_evaluations(0.6, 10 * evaluations))
+    assert len(whole) == len(planned(len(answers)))
 
 
 @pytest.mark.parametrize(("name", "most"), [("balanced", 9), ("fast", 16)])

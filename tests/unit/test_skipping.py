@@ -8,9 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tome_nodes.skipping.features import DAMPING, Features
-from tome_nodes.skipping.plan import FIRST, LEAST, adds_noise, shortest, whole_evaluations
+from tome_nodes.skipping.plan import (
+    FIRST,
+    LEAST,
+    LONG,
+    adds_noise,
+    shortest,
+    whole_evaluations,
+)
 
 RATIOS = st.floats(0, 0.95)
+
+
+def levels(count, begins=-5.3, ends=7.0):
+    return torch.linspace(begins, ends, count).tolist()
 
 
 @pytest.mark.parametrize(
@@ -25,19 +36,55 @@ RATIOS = st.floats(0, 0.95)
     ],
 )
 def test_whole_evaluations_are_dense_at_first(count, whole):
-    assert sorted(whole_evaluations(0.6, count)) == whole
+    assert sorted(whole_evaluations(0.6, levels(count))) == whole
 
 
-@given(RATIOS, st.integers(0, 200))
-def test_a_plan_of_any_length_begins_whole_and_its_gaps_grow(ratio, count):
-    whole = sorted(whole_evaluations(ratio, count))
+@pytest.mark.parametrize(
+    ("count", "whole"),
+    [
+        (4, [0, 1, 2, 3]),
+        (5, [0, 1, 2, 3]),
+        (8, [0, 1, 2, 4, 6]),
+        (12, [0, 1, 2, 4, 6, 9]),
+        (20, [0, 1, 2, 3, 5, 7, 10, 13, 16]),
+    ],
+)
+def test_gaps_of_a_run_that_begins_with_a_picture_grow_evenly(count, whole):
+    assert sorted(whole_evaluations(0.6, levels(count, begins=0.0))) == whole
+
+
+@pytest.mark.parametrize(
+    ("count", "begins", "whole"),
+    [
+        (5, -5.3, [0, 1, 2, 4]),
+        (8, -5.3, [0, 1, 2, 4, 7]),
+        (20, -5.3, [0, 1, 2, 3, 5, 7, 10, 14, 19]),
+        (10, 0.0, [0, 1, 2, 4, 6, 9]),
+    ],
+)
+def test_a_last_step_that_paints_much_is_whole(count, begins, whole):
+    assert sorted(whole_evaluations(0.6, levels(count, begins, ends=3.0))) == whole
+
+
+ENDS = st.sampled_from([3.0, 7.0])
+
+
+@given(RATIOS, st.integers(0, 200), st.sampled_from([-5.3, 0.0]), ENDS)
+def test_a_plan_of_any_length_begins_whole_and_its_gaps_grow(ratio, count, begins, ends):
+    whole = sorted(whole_evaluations(ratio, levels(count, begins, ends)))
     assert whole[:FIRST] == [*range(min(FIRST, count))]
     assert all(index < count for index in whole)
     if count <= LEAST or ratio == 0:
         assert whole == [*range(count)]
+    if ends < LONG and count:
+        count = whole.pop()
     gaps = [after - before for before, after in pairwise([*whole, count])]
     # To whole numbers, a gap may be one less than the one before.
     assert all(after >= before - 1 for before, after in pairwise(gaps))
+
+
+def with_blank(count, blank):
+    return [*levels(blank, -16, -10), *levels(count - blank, -8)]
 
 
 @pytest.mark.parametrize(
@@ -50,30 +97,32 @@ def test_a_plan_of_any_length_begins_whole_and_its_gaps_grow(ratio, count):
     ],
 )
 def test_those_before_there_is_a_picture_are_shallow_first(count, blank, whole):
-    assert sorted(whole_evaluations(0.6, count, blank)) == whole
+    assert sorted(whole_evaluations(0.6, with_blank(count, blank))) == whole
 
 
 @given(RATIOS, RATIOS, st.integers(0, 60), st.integers(0, 60))
 def test_that_leaves_hardly_more_whole_and_the_first_as_they_are(one, other, count, blank):
-    blank = min(blank, count)
-    few, many = (whole_evaluations(ratio, count, blank) for ratio in sorted((one, other))[::-1])
+    asked = with_blank(count, min(blank, count))
+    few, many = (whole_evaluations(ratio, asked) for ratio in sorted((one, other))[::-1])
     assert len(few) <= len(many) <= count
     assert {*range(min(FIRST, count))} <= few and max(few, default=0) < max(count, 1)
     # The rest has a few whole ones of its own.
-    assert 0 <= len(few) - len(whole_evaluations(max(one, other), count)) <= FIRST
+    assert 0 <= len(few) - len(whole_evaluations(max(one, other), levels(count))) <= FIRST
 
 
-@given(RATIOS, RATIOS, st.integers(0, 60))
-def test_more_ratio_never_means_more_whole_evaluations(one, other, count):
-    few, many = (len(whole_evaluations(ratio, count)) for ratio in sorted((one, other))[::-1])
+@given(RATIOS, RATIOS, st.integers(0, 60), ENDS)
+def test_more_ratio_never_means_more_whole_evaluations(one, other, count, ends):
+    asked = levels(count, ends=ends)
+    few, many = (len(whole_evaluations(ratio, asked)) for ratio in sorted((one, other))[::-1])
     assert few <= many
 
 
 @pytest.mark.parametrize(("ratio", "least"), [(0.6, 5), (0.3, 6), (0.1, 9), (0.01, 47)])
-def test_the_shortest_run_with_a_shallow_evaluation(ratio, least):
+@pytest.mark.parametrize("ends", [3.0, 7.0])
+def test_the_shortest_run_with_a_shallow_evaluation(ratio, least, ends):
     assert shortest(ratio) == least
-    assert len(whole_evaluations(ratio, least)) == least - 1
-    assert len(whole_evaluations(ratio, least - 1)) == least - 1
+    assert len(whole_evaluations(ratio, levels(least, ends=ends))) == least - 1
+    assert len(whole_evaluations(ratio, levels(least - 1, ends=ends))) == least - 1
 
 
 def test_which_samplers_add_noise():

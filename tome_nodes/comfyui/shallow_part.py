@@ -20,7 +20,7 @@ from .. import reasons
 from ..forecasting.steps import log_snr, log_snrs
 from ..patching.schedule import is_active
 from ..settings.config import ToMeConfig
-from ..skipping.plan import BLANK, LEAST_SNR, adds_noise, shortest
+from ..skipping.plan import LEAST_SNR, adds_noise, shortest
 from ..skipping.shallow_run import ShallowRun
 from .conditions import conditions_of
 from .guided_answers import Latents, is_cached, none_is_active, options_of, place_in, wrapped
@@ -144,9 +144,11 @@ class ShallowPart:
         if not self._is_planned and done >= 2:
             # Two steps have told how many evaluations a step has.
             evaluations = self._first_of_step[2] - self._first_of_step[1]
-            levels = log_snrs(self._steps.schedule[:-1], self._is_flow)
-            blank = sum(level < BLANK for level in levels)
-            self._run.plan(evaluations * self._steps.total, evaluations * blank)
+            *others, last = log_snrs(self._steps.schedule[:-1], self._is_flow)
+            # All samplers evaluate the step that leaves no noise once.
+            once = self._steps.schedule[-1] == 0
+            levels = [level for level in others for _ in range(evaluations)]
+            self._run.plan([*levels, *[last] * (1 if once else evaluations)])
             self._is_planned = True
         level = self._level(sigma, index)
         conditions = conditions_of(self._guider, options, level)

@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import reasons
 from ..report.counts import Counts
 from ..settings.config import ToMeConfig
-from ..skipping.plan import BLANK, FIRST, LEAST_SNR, adds_noise, shortest
+from ..skipping.plan import FIRST, LEAST_SNR, adds_noise, shortest
 from ..skipping.shallow_run import ShallowRun
 from .latents import CalledLatents
 from .scheduling import Scheduling
@@ -185,19 +185,19 @@ class UNetRun:
 
     def _plan(self) -> None:
         """Plan the run, as far as its first timesteps show how they fall."""
-        known = self._rest()
-        self.is_known = bool(known)
-        self._count = len(known) or None
+        times = self._rest()
+        self.is_known = bool(times)
+        self._count = len(times) or None
         if self.index < FIRST - 1:
             return
-        if known and self._place(known[-1]) < LEAST_SNR:
+        if times and self._place(times[-1]) < LEAST_SNR:
             self.obstacle = reasons.UNEVEN
-        if self._count is None:
+        if not times:
             first, last = self._times[0], self._times[-1]
             gap = (first - last) / (len(self._times) - 1)
             self._count = 1 + math.floor(first / gap + _ROUNDING)
-        blank = sum(self._place(each) < BLANK for each in known)
-        self.shallow.plan(self._count, blank)
+            times = [first - index * gap for index in range(self._count)]
+        self.shallow.plan([self._place(each) for each in times])
 
     def _rest(self) -> Sequence[float]:
         """The timesteps of this run that the scheduler has; none if it has others."""

@@ -6,7 +6,7 @@ All constants are from benchmarks/FIDELITY.md.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import comb
 
 FIRST = 3
@@ -23,32 +23,58 @@ BLANK = -9.0
 """Below this logarithm of signal to noise there is nothing of a picture yet. Only schedules that
 end in zero terminal SNR begin there."""
 
+BEGUN = -4.0
+"""A run that begins above this logarithm of signal to noise has its picture from the start, as a
+second pass has."""
+
+LONG = 4.0
+"""Where the last step begins below this, it changes much of the picture, so it is whole."""
+
 _SHARE = 7 / 6
 """The share of the evaluations behind the fourth that is shallow, over the ratio."""
 
 
-def whole_evaluations(ratio: float, total: int, blank: int = 0) -> frozenset[int]:
-    """The whole ones of ``total`` evaluations, from 0; the others are shallow.
+def whole_evaluations(ratio: float, levels: Sequence[float]) -> frozenset[int]:
+    """The whole ones of the evaluations of a run, from 0; the others are shallow.
 
-    They are dense at first: each gap is longer than the one before, and by more each time. There
-    are fewer of them as ``ratio`` grows; at a ratio of 0, all evaluations are whole.
+    They are dense at first: each gap is longer than the one before, and by more each time. If the
+    run has its picture from the start, gaps grow evenly. There are fewer whole ones as ``ratio``
+    grows; at a ratio of 0, all evaluations are whole.
 
-    The first ``blank`` evaluations are in noise without a picture, below :data:`BLANK`. As their
-    features hardly change, most of them are shallow before any other is.
+    In noise without a picture, below :data:`BLANK`, features hardly change, so most of the
+    evaluations there are shallow before any other is.
+
+    Args:
+        ratio: the share of the tokens to merge, and of the evaluations to make shallow.
+        levels: the logarithm of signal to noise of each evaluation.
     """
-    shallow = round(min(1.0, _SHARE * ratio) * max(0, total - LEAST))
+    total = len(levels)
+    if total <= LEAST:
+        return frozenset(range(total))
+    shallow = round(min(1.0, _SHARE * ratio) * (total - LEAST))
+    blank = sum(level < BLANK for level in levels)
     of_blank = min(shallow, max(0, blank - FIRST))
-    rest = range(blank, total)
-    of_rest = min(shallow - of_blank, max(0, len(rest) - LEAST))
     begin = {*range(blank)} - {*range(FIRST, FIRST + of_blank)}
-    return frozenset(begin) | {blank + index for index in _dense_at_first(len(rest), of_rest)}
+    end = {total - 1} if levels[-1] < LONG and blank < total else set[int]()
+    rest = total - blank - len(end)
+    of_rest = min(shallow - of_blank, max(0, rest - LEAST + len(end)))
+    order = 2 if levels[0] > BEGUN else 3
+    between = _dense_at_first(rest, of_rest, order)
+    return frozenset(begin | {blank + index for index in between} | end)
 
 
-def _dense_at_first(total: int, shallow: int) -> Iterable[int]:
-    """The others of ``total`` evaluations, from 0, so many of which are shallow."""
+def _dense_at_first(total: int, shallow: int, order: int) -> Iterable[int]:
+    """The others of ``total`` evaluations, from 0, so many of which are shallow.
+
+    What is left out before one of them grows with its number, to the power of ``order``.
+    """
     whole = total - shallow
-    growth = shallow / comb(whole, 3) if shallow else 0.0
-    return (round(index + growth * comb(index, 3)) for index in range(whole))
+
+    def left_out(index: int) -> int:
+        return comb(index + order - FIRST, order) if index >= FIRST else 0
+
+    growth = shallow / comb(whole + order - FIRST, order) if shallow else 0.0
+    return (round(index + growth * left_out(index)) for index in range(whole))
 
 
 def shortest(ratio: float) -> int:

@@ -35,12 +35,12 @@ class ShallowRun:
         self._whole: frozenset[int] = frozenset()
         self._followed: list[Tensor] = []
 
-    def plan(self, count: int, blank: int = 0) -> None:
-        """Plan a run of so many evaluations; all are whole before that is called.
+    def plan(self, levels: Sequence[float]) -> None:
+        """Plan a run; all evaluations are whole before that is called.
 
-        ``blank`` is how many of them are first in noise without a picture.
+        ``levels`` are the logarithms of signal to noise of its evaluations.
         """
-        self._count, self._whole = count, whole_evaluations(self._ratio, count, blank)
+        self._count, self._whole = len(levels), whole_evaluations(self._ratio, levels)
 
     def begin(self, index: int, place: float, may_be_shallow: bool) -> None:
         """Begin an evaluation, in which the model may be called several times.
