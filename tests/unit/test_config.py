@@ -8,6 +8,7 @@ from every_option import EVERY_OPTION
 
 from tome_nodes.settings.config import OPTIONS, ToMeConfig
 from tome_nodes.settings.options import OptionError
+from tome_nodes.settings.policy import PLAIN
 
 LIMITS = {name: case.limits for name, case in EVERY_OPTION.items() if case.limits is not None}
 
@@ -20,7 +21,7 @@ def test_the_options_are_those_that_tests_know():
     defaults = [(name, case.default) for name, case in EVERY_OPTION.items()]
     settings = dataclasses.asdict(ToMeConfig())
     # Presets set it.
-    assert settings.pop("grows") is False
+    assert settings.pop("policy") == dataclasses.asdict(PLAIN)
     assert [*settings.items()] == defaults
     assert ToMeConfig(ratio_end=-1) == ToMeConfig()
     with pytest.raises(dataclasses.FrozenInstanceError):
