@@ -69,7 +69,7 @@ def sample_tiny(model, kind, steps=2, **options):
         *((kind, ALL_MODULES) for kind in UNETS),
         *((kind, settings) for kind in ("sd15", "sdxl", "svd") for settings in IN_EVERY_SCOPE),
     ],
-    ids=str,
+    ids=lambda value: "only keys" if value is ONLY_KEYS else str(value),
 )
 def test_a_lossless_plan_reproduces_the_unpatched_model(models, log_messages, kind, settings):
     model = models(kind)
