@@ -78,8 +78,8 @@ def as_if_larger(name):
     ("preset", "shares"),
     [("balanced", (0.801, 0.6)), ("fast", (0.936, 0.84)), ("paper", (0.6,))],
 )
-def test_larger_maps_merge_more_and_so_does_each_large_level(sd15_of, log_messages, preset, shares):
-    sample(attach(sd15_of(2), as_if_larger(preset)), (32, 32), steps=1)
+def test_larger_maps_merge_more_and_so_does_each_large_level(models, log_messages, preset, shares):
+    sample(attach(models("sd15"), as_if_larger(preset)), (32, 32), steps=1)
     (line,) = log_messages()
     sizes = [[*map(int, pair)] for pair in re.findall(r"(\d+) -> (\d+) tokens", line)]
     assert [before for before, _ in sizes] == [32 * 32, 16 * 16][: len(shares)]
@@ -89,13 +89,13 @@ def test_larger_maps_merge_more_and_so_does_each_large_level(sd15_of, log_messag
 
 @pytest.mark.parametrize(
     ("end", "expected"),
-    [(".ff", {64 * 64, 32 * 32, 103}), (".attn1.to_k", {112, 64, 103})],
+    [(".ff", {64 * 128, 32 * 64, 186}), (".attn1.to_k", {128, 80, 186})],
 )
 def test_fast_merges_only_keys_in_the_two_largest_maps_of_sd15(sd15_of, end, expected):
     model = attach(sd15_of(3), as_if_larger("fast"))
     layers = [layer for name, layer in model.model.named_modules() if name.endswith(end)]
     with input_lengths(*layers) as lengths:
-        sample(model, (64, 64), steps=1)
+        sample(model, (64, 128), steps=1)
     assert {*lengths} == expected
 
 
