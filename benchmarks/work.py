@@ -22,18 +22,13 @@ from torch import nn  # noqa: E402
 from benchmarks.speed.figures import WEBP, grid, joined  # noqa: E402
 from tome_nodes.comfyui.models.unet import UNET, deep_layers  # noqa: E402
 from tome_nodes.patching.evaluation import Observer  # noqa: E402
-from tome_nodes.patching.model import LEAST_SAVED, PatchedModel  # noqa: E402
+from tome_nodes.patching.model import PatchedModel  # noqa: E402
 from tome_nodes.patching.work import Work  # noqa: E402
 from tome_nodes.settings.config import ToMeConfig  # noqa: E402
-from tome_nodes.settings.presets import settings_of  # noqa: E402
+from tome_nodes.settings.policy import LEAST_SAVED  # noqa: E402
+from tome_nodes.settings.presets import PRESETS, settings_of  # noqa: E402
 from tome_nodes.skipping.plan import whole_evaluations  # noqa: E402
 from tome_nodes.strategies import strategy_class  # noqa: E402
-from tome_nodes.strategies.cells import (  # noqa: E402
-    GROWTH_OF_KEYS,
-    GROWTH_OF_KEYS_IN_FAST,
-    GROWTH_OF_STACKS,
-    share_of,
-)
 from tome_nodes.strategies.plan import Grid  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -132,13 +127,13 @@ def plot() -> None:
     sides = np.geomspace(32, 256, 97)
     figure, axis = plt.subplots(figsize=(10, 5))
     curves = (
-        ("keys and values, balanced", GROWTH_OF_KEYS, "tab:blue"),
-        ("keys and values, fast", GROWTH_OF_KEYS_IN_FAST, "tab:green"),
-        ("whole stacks, fast", GROWTH_OF_STACKS, "tab:orange"),
+        ("keys and values, balanced", PRESETS["balanced"].policy.keys, "tab:blue"),
+        ("keys and values, fast", fast.policy.keys, "tab:green"),
+        ("whole stacks, fast", fast.policy.stacks, "tab:orange"),
     )
     for name, growth, colour in curves:
         for ratio, line in ratios.items():
-            shares = [share_of(ratio, round(side) ** 2, growth) for side in sides]
+            shares = [growth.share(ratio, round(side) ** 2) for side in sides]
             kept = [1 - min(share, most) for share in shares]
             axis.plot(sides, kept, color=colour, ls=line, label=f"{name}, ratio {ratio:g}")
     axis.set_xscale("log", base=2)

@@ -1,5 +1,6 @@
 """What the tests of all hosts share."""
 
+import math
 import os
 import re
 import subprocess
@@ -18,6 +19,7 @@ from benchmarks.lossless import lossless
 from tome_nodes.pytorch.patch import _networks_of
 from tome_nodes.pytorch.patched_model import NetworkPatch
 from tome_nodes.settings.config import ToMeConfig
+from tome_nodes.settings.policy import Policy
 from tome_nodes.skipping.plan import whole_evaluations
 from tome_nodes.strategies.bipartite import BipartiteStrategy
 
@@ -42,16 +44,23 @@ TOMESD_OPTIONS = st.fixed_dictionaries(
 )
 
 
+ONLY_KEYS = {"attn_tokens": "k,v", "policy": Policy(keys_down_to=math.inf)}
+AS_FAST = {
+    "scope": "stack",
+    "attn_tokens": "k,v",
+    "policy": Policy(keys_down_to=2, deeper_from=0),
+}
+"""Settings under which merging goes by levels as under presets *balanced* and *fast*."""
+
 in_every_scope = pytest.mark.parametrize(
     "options",
     [
         {"attn_tokens": "q,k,v"},
         {"attn_tokens": "k,v"},
         {"scope": "stack"},
-        # As under preset fast.
-        {"scope": "stack", "attn_tokens": "k,v", "grows": True},
+        AS_FAST,
     ],
-    ids=str,
+    ids=["q,k,v", "k,v", "stack", "fast"],
 )
 
 

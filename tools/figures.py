@@ -104,7 +104,7 @@ def _as_at_1024(asked: Rows) -> Rows:
     alone = {
         name.replace("shallow", "balanced").removesuffix(", nothing merged"): row
         for name, row in asked.items()
-        if name in ("shallow 0.15, nothing merged", "shallow 0.3, nothing merged")
+        if name in ("shallow 0.225, nothing merged", "shallow 0.45, nothing merged")
     }
     if not alone:
         return asked

@@ -85,7 +85,7 @@ def of_stickers(steps: int) -> list[Option]:
     """The same of the UNet whose steps may be shallow, and shallow steps without merging."""
     alone = {
         ratio: partial(attach, config=ToMeConfig(ratio=ratio, forecast=True, merge_attn=False))
-        for ratio in (0.15, 0.3, 0.45, 0.5, 0.6)
+        for ratio in (0.225, 0.3, 0.45, 0.5, 0.6)
     }
     return [
         *_fewer(steps),

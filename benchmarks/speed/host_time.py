@@ -44,10 +44,9 @@ from tome_nodes.comfyui.attachment import attach  # noqa: E402
 from tome_nodes.comfyui.neighbours import KEY  # noqa: E402
 from tome_nodes.ops import triton as kernels  # noqa: E402
 from tome_nodes.patching import engine  # noqa: E402
-from tome_nodes.patching import model as patched_model  # noqa: E402
 from tome_nodes.patching.key_weights import Capabilities  # noqa: E402
 from tome_nodes.settings.config import ToMeConfig  # noqa: E402
-from tome_nodes.settings.presets import settings_of  # noqa: E402
+from tome_nodes.settings.presets import PRESETS, settings_of  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -66,7 +65,15 @@ MODELS = {"sd15": ("SD15", "sd15"), "sdxl": ("SDXL", "sdxl_base")}
 PIXELS = 64
 """Height and width of a picture."""
 
-_BALANCED, _FAST = ({**settings_of(name, {}), "forecast": False} for name in ("balanced", "fast"))
+_BALANCED, _FAST = (
+    {
+        **settings_of(name, {}),
+        "forecast": False,
+        "min_tokens": 1,
+        "policy": replace(PRESETS[name].policy, least_saved=0.0),
+    }
+    for name in ("balanced", "fast")
+)
 
 METHODS: Mapping[str, Mapping[str, Any]] = {
     "nothing merges": {**_BALANCED, "min_tokens": 10**6},
@@ -74,7 +81,8 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "fast": _FAST,
     "balanced on torch": {**_BALANCED, "backend": "torch"},
 }
-"""The settings to measure, with the Triton kernels unless they say otherwise. Each step runs."""
+"""The settings to measure, with the Triton kernels unless they say otherwise. Each step runs, and
+maps of all sizes merge."""
 
 
 class _Compared(Subject):
@@ -163,10 +171,7 @@ _WRITTEN = frozenset({"means", "keys", "wide_q", "wide_k", "wide_v"})
 
 @contextmanager
 def unlaunched() -> Iterator[list[_Unlaunched]]:
-    """Make the launchers run on a CPU without their kernels; yields the stand-ins.
-
-    Maps of all sizes merge.
-    """
+    """Make the launchers run on a CPU without their kernels; yields the stand-ins."""
 
     def resolve(backend: str, device: Any, dtype: Any) -> tuple[str, None]:
         return ("torch" if backend == "torch" else "triton"), None
@@ -189,8 +194,6 @@ def unlaunched() -> Iterator[list[_Unlaunched]]:
 
         capable = Capabilities(flash=True, cudnn=True)
         for module, name, value in (
-            (patched_model, "LEAST", 1),
-            (patched_model, "LEAST_SAVED", 0.0),
             (engine, "resolve", resolve),
             (engine, "capabilities", lambda *_: capable),
             (kernels, "TRITON", replace(kernels.TRITON, match_windows=valid)),

@@ -22,6 +22,7 @@ from tome_nodes.comfyui.attachment import attach
 from tome_nodes.ops import TORCH, Operations
 from tome_nodes.patching.engine import MakeStrategy
 from tome_nodes.settings.config import ToMeConfig
+from tome_nodes.settings.policy import PLAIN
 from tome_nodes.settings.presets import settings_of
 from tome_nodes.strategies import make_strategy
 from tome_nodes.strategies.plan import Grid, Plan
@@ -30,7 +31,7 @@ from tome_nodes.strategies.strategy import Strategy
 ALWAYS: dict[str, Any] = {"min_tokens": 1}
 """Settings that merge maps of any size."""
 
-AS_GIVEN: dict[str, Any] = {**ALWAYS, "grows": False}
+AS_GIVEN: dict[str, Any] = {**ALWAYS, "policy": PLAIN}
 """Settings that also merge the same share of all maps, however little that saves."""
 
 ONCE: dict[str, Any] = {"proportional_attn": False}

@@ -26,6 +26,7 @@ from benchmarks.speed.figures import grid
 from tome_nodes.comfyui.attachment import attach, last_run
 from tome_nodes.report import log_line
 from tome_nodes.settings.config import ToMeConfig
+from tome_nodes.settings.policy import PLAIN
 from tome_nodes.settings.presets import settings_of
 from tome_nodes.strategies import make_strategy
 from tools.environment import ROOT
@@ -45,7 +46,7 @@ COLUMNS: Mapping[str, str] = {"sd15": "SD 1.5", "sdxl": "SDXL", "flux": "Flux"}
 
 def _settings(preset: str, **options: Any) -> ToMeConfig:
     return ToMeConfig(
-        **settings_of(preset, {"ratio": 0.5, **options}) | {"min_tokens": 1, "grows": False}
+        **settings_of(preset, {"ratio": 0.5, **options}) | {"min_tokens": 1, "policy": PLAIN}
     )
 
 

@@ -1,23 +1,34 @@
 """Tests on real models of ComfyUI, diffusers and latent-diffusion, and on ComfyUI's server."""
 
+from dataclasses import replace
 from functools import cache
 
 import comfyui_in_process  # noqa: F401
 import pytest
 import torch.nn.functional as F
 
+from tome_nodes.settings.presets import PRESETS
+
 
 @pytest.fixture(scope="module", autouse=True)
 def small_maps_are_worth_merging():
     """Tiny models are fed maps of few tokens, and merge them whatever that saves."""
-    from tome_nodes.patching import model as patched_model
-    from tome_nodes.report import pages
-
     with pytest.MonkeyPatch.context() as patch:
-        for module in (patched_model, pages):
-            patch.setattr(module, "LEAST", 256)
-        patch.setattr(patched_model, "LEAST_SAVED", 0.0)
+        _change(patch, PRESETS, least_tokens=256, least_saved=0.0)
         yield
+
+
+@pytest.fixture
+def change_policy(monkeypatch):
+    """Changes the policies of some presets, or of all, for a test."""
+    return lambda *names, **changes: _change(monkeypatch, names or PRESETS, **changes)
+
+
+def _change(patch, names, **changes):
+    for name in names:
+        preset = PRESETS[name]
+        policy = replace(preset.policy, **changes)
+        patch.setitem(PRESETS, name, replace(preset, policy=policy))
 
 
 @pytest.fixture(autouse=True)

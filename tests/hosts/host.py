@@ -1,5 +1,7 @@
 """Sampling with real ComfyUI models in this process, for the tests of the host."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from comfyui_version import __version__
@@ -8,8 +10,12 @@ from models import comfyui
 
 from tome_nodes.comfyui.attachment import attach
 from tome_nodes.settings.config import ToMeConfig
-from tome_nodes.settings.presets import settings_of
+from tome_nodes.settings.policy import Policy
+from tome_nodes.settings.presets import PRESETS, settings_of
 from tools.environment import NEWEST, is_earlier
+
+SMALL = Policy(least_tokens=256)
+"""The policy of settings by which small maps pay off."""
 
 OVERRIDE = "optimized_attention_override"
 """The option of the host for a function in place of its attention."""
@@ -37,14 +43,21 @@ def conditioning(value, channels=32, **extras):
     ]
 
 
-def merging(min_tokens=1, ratio=0.5, **options):
+def merging(min_tokens=1, ratio=0.5, **others):
     """Settings that merge the small feature maps of the tests, too."""
-    return ToMeConfig(min_tokens=min_tokens, ratio=ratio, **options)
+    return ToMeConfig(**{"min_tokens": min_tokens, "ratio": ratio, "policy": SMALL, **others})
 
 
 def preset(name, **changes):
-    """The settings of a preset, under which small maps merge, too."""
-    return ToMeConfig(**settings_of(name, {}) | {"min_tokens": 1} | changes)
+    """The settings of a preset, under which small maps merge, too, whatever that saves."""
+    always = {"min_tokens": 1, "policy": policy_of(name)}
+    return ToMeConfig(**settings_of(name, {}) | always | changes)
+
+
+def policy_of(name, **changes):
+    """The policy of a preset, by which small maps merge, whatever that saves."""
+    small = {"least_tokens": SMALL.least_tokens, "least_saved": 0.0}
+    return replace(PRESETS[name].policy, **small | changes)
 
 
 def fast(**changes):

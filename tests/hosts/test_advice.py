@@ -7,7 +7,6 @@ from models.comfyui import KINDS, sample
 from tome_nodes import reasons
 from tome_nodes.comfyui.advice import scheduler_instead
 from tome_nodes.comfyui.attachment import attach, last_run
-from tome_nodes.patching import model as patched_model
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.presets import settings_of
 
@@ -17,8 +16,8 @@ SAMPLERS = "take euler, dpmpp_2m or res_multistep"
 
 
 @pytest.fixture(autouse=True)
-def real_sizes(monkeypatch):
-    monkeypatch.setattr(patched_model, "LEAST", 768)
+def real_sizes(change_policy):
+    change_policy(least_tokens=768)
 
 
 def run(models, preset="balanced", kind="sd15", size=SIZE, **options):
@@ -68,9 +67,8 @@ def test_where_nothing_helps_the_line_says_so(models, name, least):
 
 
 @pytest.mark.parametrize(("least", "has_fast"), [(0.1, True), (0.9, False)])
-def test_fast_is_advised_only_if_it_saves_enough(models, monkeypatch, least, has_fast):
-    monkeypatch.setattr(patched_model, "LEAST", 64)
-    monkeypatch.setattr(patched_model, "LEAST_SAVED", least)
+def test_fast_is_advised_only_if_it_saves_enough(models, change_policy, least, has_fast):
+    change_policy(least_tokens=64, least_saved=least)
     given = {"kind": "sdxl", "size": (32, 32), "steps": 4}
     idle = run(models, **given)
     fast = run(models, **{**given, "preset": "fast"})

@@ -10,7 +10,7 @@ import torch
 from comfy.k_diffusion import sampling as samplers
 from comfy.ldm.modules.attention import BasicTransformerBlock
 from comfy.patcher_extension import WrappersMP
-from common import ALL_MODULES, Shuffle, input_lengths, relative_error
+from common import ALL_MODULES, ONLY_KEYS, Shuffle, input_lengths, relative_error
 from host import (
     compiled,
     keys_only,
@@ -37,13 +37,14 @@ from tome_nodes.patching import engine, key_weights
 from tome_nodes.patching.key_weights import Capabilities
 from tome_nodes.patching.schedule import is_active
 from tome_nodes.settings.config import OPTIONS
+from tome_nodes.settings.policy import PLAIN
 from tome_nodes.strategies.plan import Grid, Plan
 from tome_nodes.strategies.window import WindowStrategy
 
 IN_EVERY_SCOPE = [
     {"attn_tokens": "q,k,v"},
     {"attn_tokens": "k,v"},
-    {"attn_tokens": "k,v", "grows": True},
+    ONLY_KEYS,
     {"scope": "stack"},
 ]
 
@@ -68,7 +69,7 @@ def sample_tiny(model, kind, steps=2, **options):
         *((kind, ALL_MODULES) for kind in UNETS),
         *((kind, settings) for kind in ("sd15", "sdxl", "svd") for settings in IN_EVERY_SCOPE),
     ],
-    ids=str,
+    ids=lambda value: "only keys" if value is ONLY_KEYS else str(value),
 )
 def test_a_lossless_plan_reproduces_the_unpatched_model(models, log_messages, kind, settings):
     model = models(kind)
@@ -183,7 +184,7 @@ def test_torch_compile_keeps_one_whole_graph_over_steps_and_runs(
         (preset("balanced"), "whole", True, 1),
         (preset("balanced"), "blocks", False, 3),
         # Whole stacks merge at the only level, too.
-        (preset("fast", grows=False), "whole", False, 1),
+        (preset("fast", policy=PLAIN), "whole", False, 1),
     ],
     ids=["balanced", "balanced by block", "fast"],
 )
@@ -262,9 +263,7 @@ def test_fast_compiles_to_one_graph_where_keys_merge_at_one_level_and_stacks_at_
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize(
-    "settings", [{"scope": "stack"}, {"attn_tokens": "k,v", "grows": True}], ids=str
-)
+@pytest.mark.parametrize("settings", [{"scope": "stack"}, ONLY_KEYS], ids=["stack", "keys"])
 @pytest.mark.parametrize(("text", "has_override"), [(20, True), (24, False), (96, True)])
 def test_blocks_that_run_untouched_weigh_keys_as_blocks_that_are_followed(
     models, settings, text, has_override
@@ -310,7 +309,7 @@ def test_a_block_that_other_code_replaced_attends_to_what_it_asks_for(has_refere
     for name, module in theirs.model.named_modules():
         if isinstance(module, BasicTransformerBlock):
             theirs.add_object_patch(f"{name}.forward", MethodType(forward, module))
-    config = merging(strategy="window", attn_tokens="k,v", grows=True)
+    config = merging(strategy="window", **ONLY_KEYS)
     untouched, followed = (sample(m, steps=2) for m in untouched_and_followed(theirs, config))
     assert torch.equal(untouched, followed)
     error = relative_error(untouched, sample(theirs, steps=2))
@@ -327,7 +326,7 @@ def test_a_later_block_without_self_attention_is_not_counted():
     for name, module in theirs.model.named_modules():
         if isinstance(module, BasicTransformerBlock) and not name.endswith(".0"):
             theirs.add_object_patch(f"{name}.forward", MethodType(forward, module))
-    config = merging(strategy="window", attn_tokens="k,v", grows=True, max_downsample=4)
+    config = merging(strategy="window", max_downsample=4, **ONLY_KEYS)
     for patched in untouched_and_followed(theirs, config):
         comfyui.sample(patched, UNETS["sdxl"], (24, 32), steps=1)
         counts = last_run(patched).counts

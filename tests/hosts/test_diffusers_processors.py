@@ -11,7 +11,7 @@ pytest.importorskip("diffusers", "0.42", reason="the tables are of diffusers 0.4
 
 import diffusers
 import torch
-from common import attributes, merged_everywhere, relative_error, shuffle
+from common import AS_FAST, attributes, merged_everywhere, relative_error, shuffle
 from diffusers.models import attention_processor
 from diffusers.models.attention import BasicTransformerBlock
 from models.pipelines import DEVICE, call, make_unet, noise
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.newest_only
 
 ROUNDING = 5e-5
 EVERYWHERE = {"max_downsample": 8, "merge_crossattn": True}
-FAST = {"scope": "stack", "attn_tokens": "k,v", "grows": True, "proportional_attn": True}
+FAST = {**AS_FAST, "proportional_attn": True}
 
 _AND_EXCITE = (
     "deprecated.stable_diffusion_attend_and_excite.pipeline_stable_diffusion_attend_and_excite"

@@ -21,7 +21,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.model_sampling import ModelSamplingDiscrete
 from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrappers
 from comfy.samplers import CFGGuider
-from common import relative_error
+from common import ONLY_KEYS, relative_error
 from host import OVERRIDE, fast, keys_only, merging, overridden, shuffle_error, with_override
 from host import sample as sample_unet
 from models.comfyui import TINY, UNETS, sample
@@ -119,7 +119,7 @@ def with_one_more(method, given):
 
 @pytest.mark.parametrize("kind", [BasicTransformerBlock, CrossAttention])
 @pytest.mark.parametrize(
-    "settings", [{}, {"attn_tokens": "k,v", "grows": True}, {"scope": "stack"}], ids=str
+    "settings", [{}, ONLY_KEYS, {"scope": "stack"}], ids=["modules", "keys", "stack"]
 )
 @pytest.mark.parametrize("is_patched", [False, True])
 def test_an_argument_that_a_later_block_takes_besides_gets_to_it(
@@ -291,7 +291,7 @@ def test_an_attention_that_is_stored_with_the_weights_gets_the_merged_keys(
 
 @pytest.mark.parametrize("are_all_stored", [True, False])
 @pytest.mark.parametrize(
-    "settings", [{}, {"attn_tokens": "k,v", "grows": True}, {"scope": "stack"}], ids=str
+    "settings", [{}, ONLY_KEYS, {"scope": "stack"}], ids=["modules", "keys", "stack"]
 )
 def test_an_attention_that_is_stored_with_a_unet_is_called_as_often_as_without_us(
     models, host_038, settings, are_all_stored, log_messages, monkeypatch

@@ -18,6 +18,7 @@ from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 
 from tome_nodes.comfyui.attachment import attach
+from tome_nodes.settings.policy import PLAIN
 
 _LAYERS = ("double_blocks", "single_blocks", "layers", "transformer_blocks", "blocks")
 
@@ -75,7 +76,7 @@ def _without_options(guards):
     ("kind", "config", "steps", "plain_graphs", "own_graphs"),
     [
         # Whole stacks merge at the only level, too.
-        ("sd15", preset("fast", grows=False), 3, 1, 1),
+        ("sd15", preset("fast", policy=PLAIN), 3, 1, 1),
         # A graph for each class of blocks.
         ("flux", preset("balanced"), 8, 2, 0),
         # A graph for each block that merges.

@@ -12,11 +12,9 @@ from models.pipelines import call, make_unet
 import tome_nodes
 from tome_nodes.comfyui.attachment import attach
 from tome_nodes.comfyui.nodes import ToMePatchModel
-from tome_nodes.patching import model as patched_model
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.options import OptionError
 from tome_nodes.settings.presets import CUSTOM, FREE, PRESETS, settings_of
-from tome_nodes.strategies import cells
 
 SIZE = {"size": (16, 16), "steps": 2}
 """A map of 256 tokens, which is large enough for merging to be worth it on a CPU."""
@@ -31,8 +29,9 @@ def patched(model, **inputs):
 @every_preset
 def test_a_preset_decides_all_but_what_is_free(preset):
     free = {"ratio": 0.3, "seed": 7, "start_percent": 0.1, "end_percent": 0.9, "backend": "torch"}
-    assert ToMeConfig(**settings_of(preset, free)) == ToMeConfig(**free, **PRESETS[preset].options)
-    assert ToMeConfig(**settings_of(preset, {})) == ToMeConfig(ratio=0.6, **PRESETS[preset].options)
+    decided = {**PRESETS[preset].options, "policy": PRESETS[preset].policy}
+    assert ToMeConfig(**settings_of(preset, free)) == ToMeConfig(**free, **decided)
+    assert ToMeConfig(**settings_of(preset, {})) == ToMeConfig(ratio=0.6, **decided)
     assert [*FREE] == [name for name, case in EVERY_OPTION.items() if case.is_free]
     given = {"ratio": 0.3, "scope": "stack"}
     assert settings_of(CUSTOM, given) == given
@@ -54,31 +53,33 @@ def test_an_option_that_does_not_count_is_refused_unless_it_is_at_its_default(pr
 
 @every_preset
 def test_the_node_runs_the_preset(sd15, preset):
-    config = ToMeConfig(ratio=0.4, **PRESETS[preset].options)
+    config = ToMeConfig(**settings_of(preset, {"ratio": 0.4}))
     expected = sample(attach(sd15, config), **SIZE)
     actual = sample(patched(sd15, ratio=0.4, preset=preset), **SIZE)
     assert relative_error(actual, expected) == 0
-    plain = sample(patched(sd15, ratio=0.4, preset="custom", sx=8, merge_mlp=True), **SIZE)
+    plain = sample(patched(sd15, ratio=0.4, preset="custom", sx=8, min_tokens=1), **SIZE)
     assert relative_error(actual, plain) > 1e-3
 
 
-@pytest.fixture
-def large_maps(monkeypatch):
-    """Maps that are large in fact would take a minute."""
-    monkeypatch.setattr(patched_model, "LARGE", 16 * 16)
-    for name in "GROWTH_OF_KEYS", "GROWTH_OF_KEYS_IN_FAST", "GROWTH_OF_STACKS":
-        growth = getattr(cells, name)
-        monkeypatch.setattr(cells, name, replace(growth, tokens=growth.tokens // 16))
+def as_if_larger(name):
+    """The settings of a preset by which maps count as 16 times as large, for which runs would take
+    a minute."""
+    policy = PRESETS[name].policy
+    policy = replace(
+        policy,
+        keys=replace(policy.keys, tokens=policy.keys.tokens / 16),
+        stacks=replace(policy.stacks, tokens=policy.stacks.tokens / 16),
+        deeper_from=policy.deeper_from / 16,
+    )
+    return ToMeConfig(**settings_of(name, {}) | {"policy": policy})
 
 
 @pytest.mark.parametrize(
     ("preset", "shares"),
     [("balanced", (0.801, 0.6)), ("fast", (0.936, 0.84)), ("paper", (0.6,))],
 )
-def test_larger_maps_merge_more_and_so_does_each_large_level(
-    sd15_of, log_messages, large_maps, preset, shares
-):
-    sample(patched(sd15_of(2), preset=preset), (32, 32), steps=1)
+def test_larger_maps_merge_more_and_so_does_each_large_level(models, log_messages, preset, shares):
+    sample(attach(models("sd15"), as_if_larger(preset)), (32, 32), steps=1)
     (line,) = log_messages()
     sizes = [[*map(int, pair)] for pair in re.findall(r"(\d+) -> (\d+) tokens", line)]
     assert [before for before, _ in sizes] == [32 * 32, 16 * 16][: len(shares)]
@@ -88,13 +89,13 @@ def test_larger_maps_merge_more_and_so_does_each_large_level(
 
 @pytest.mark.parametrize(
     ("end", "expected"),
-    [(".ff", {64 * 64, 32 * 32, 103}), (".attn1.to_k", {112, 64, 103})],
+    [(".ff", {64 * 128, 32 * 64, 186}), (".attn1.to_k", {128, 80, 186})],
 )
-def test_fast_merges_only_keys_in_the_two_largest_maps_of_sd15(sd15_of, large_maps, end, expected):
-    model = patched(sd15_of(3), preset="fast")
+def test_fast_merges_only_keys_in_the_two_largest_maps_of_sd15(sd15_of, end, expected):
+    model = attach(sd15_of(3), as_if_larger("fast"))
     layers = [layer for name, layer in model.model.named_modules() if name.endswith(end)]
     with input_lengths(*layers) as lengths:
-        sample(model, (64, 64), steps=1)
+        sample(model, (64, 128), steps=1)
     assert {*lengths} == expected
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
 from comfy_extras import nodes_hypertile, nodes_tomesd
-from host import merging
+from host import merging, preset
 from models.comfyui import TINY, UNETS, sample
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,12 +16,6 @@ from tome_nodes import reasons
 from tome_nodes.comfyui import step_count
 from tome_nodes.comfyui.attachment import attach, last_run
 from tome_nodes.report.pages import in_words
-from tome_nodes.settings.config import ToMeConfig
-from tome_nodes.settings.presets import settings_of
-
-
-def preset(name, **free):
-    return ToMeConfig(**settings_of(name, {"ratio": 0.6, **free}))
 
 
 def core_tome(model):
@@ -221,7 +215,7 @@ class Doubles(TorchDispatchMode):
     ("kind", "config"),
     [
         *(("sd15", merging(strategy=name, merge_mlp=True)) for name in ("bipartite", "cluster")),
-        ("sd15", merging(ratio_end=0.2, **settings_of("balanced", {}))),
+        ("sd15", preset("balanced", ratio_end=0.2)),
         ("sd15", merging(scope="stack", merge_crossattn=True)),
         ("flux", merging(strategy="window")),
         ("flux", preset("balanced")),

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from common import BACKEND
-from host import merging, sample
+from host import merging, policy_of, sample
 
 from tome_nodes.comfyui.attachment import attach, last_run
 from tome_nodes.report import drawing
@@ -100,8 +100,9 @@ def test_a_page_says_which_maps_there_are(run, monkeypatch):
         ({"ratio": 0.9}, 3, "the cells merge no more than 0.75; under preset custom"),
         ({"scope": "stack"}, 12, None),
         ({"scope": "stack"}, 16, "12 steps with the same settings save more"),
+        ({"scope": "stack", "policy": policy_of("fast")}, 16, None),
     ],
-    ids=str,
+    ids=["nothing", "capped", "stacks", "stacks in many steps", "fast in many steps"],
 )
 def test_a_run_that_gains_less_than_it_could_gets_a_hint(
     run, monkeypatch, settings, steps, expected

@@ -6,11 +6,10 @@ import comfy.model_management
 import pytest
 import torch
 from common import Shuffle, input_lengths, planned, relative_error, stopped
-from host import fast, overridden
+from host import fast, overridden, policy_of
 from models.comfyui import KINDS, TINY, UNETS, sample
 
 from tome_nodes.comfyui.attachment import attach, last_run
-from tome_nodes.patching import model as patched_model
 from tome_nodes.report.pages import in_words
 from tome_nodes.settings.config import ToMeConfig
 
@@ -49,11 +48,10 @@ def test_tokens_merge_in_the_outermost_block_of_a_shallow_step(sd15):
 
 
 @pytest.mark.parametrize("run", [second_pass, from_noise])
-def test_a_lossless_plan_leaves_what_shallow_steps_alone_make(sd15, monkeypatch, run):
+def test_a_lossless_plan_leaves_what_shallow_steps_alone_make(sd15, run):
     merged = run(attach(sd15, fast(), Shuffle))
     # Where it would save too little, nothing merges, and steps are shallow all the same.
-    monkeypatch.setattr(patched_model, "LEAST_SAVED", 1.0)
-    patched = attach(sd15, fast())
+    patched = attach(sd15, fast(policy=policy_of("fast", least_saved=1.0)))
     alone = run(patched)
     assert not last_run(patched).counts.merged
     assert relative_error(merged, alone) < 0.01 * relative_error(alone, run(sd15))

@@ -29,7 +29,7 @@ from tome_nodes.comfyui.tune.trials import Sampling, Trials
 from tome_nodes.comfyui.tune.tuner import EASY_CACHE, tune
 from tome_nodes.report import pages
 from tome_nodes.settings.config import ToMeConfig
-from tome_nodes.settings.presets import settings_of
+from tome_nodes.settings.presets import PRESETS, settings_of
 from tome_nodes.strategies.window import WindowStrategy
 from tome_nodes.tuning.search import BALANCED, FAST, Candidate, Measured, Wish
 
@@ -46,10 +46,9 @@ def timed(models):
 
 
 @pytest.fixture
-def timed_unet(sd15, monkeypatch):
+def timed_unet(sd15, change_policy, monkeypatch):
     # Its only level is one whose stacks fast would spare, so both presets would change as much.
-    name = "tome_nodes.patching.unet_block.merges_only_keys"
-    monkeypatch.setattr(name, lambda config, *_: config.grows and config.scope == "module")
+    change_policy("fast", keys_down_to=0)
     # Its time is that of its evaluations.
     name = "tome_nodes.comfyui.attachment._Attachment._may_be_shallow"
     monkeypatch.setattr(name, lambda *_: False)
@@ -109,7 +108,8 @@ class Timed:
         self.seen.append(config)
 
     def speed(self, config):
-        return SPEEDS["fast" if config.scope == "stack" else "balanced"][config.ratio]
+        is_fast = config.policy == PRESETS["fast"].policy
+        return SPEEDS["fast" if is_fast else "balanced"][config.ratio]
 
     def measure(self, candidate, **others):
         trials = Trials(self.model, self.sampling(**others), 9, self.clock)

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from host import preset
+from common import AS_FAST
+from host import policy_of, preset
 from host import sample as sample_sd15
 from models.comfyui import KINDS, conditioning, sample
 from models.pipelines import inputs, make_unet
@@ -13,12 +14,10 @@ from benchmarks.speed.methods import IdealStrategy
 from tome_nodes import reasons
 from tome_nodes.comfyui.attachment import attach
 from tome_nodes.comfyui.models.unet import UNET
-from tome_nodes.patching import model as patched_model
 from tome_nodes.patching.evaluation import Observer
 from tome_nodes.patching.model import PatchedModel
 from tome_nodes.pytorch.diffusers_unets import DiffusersUNets
 from tome_nodes.settings.config import ToMeConfig
-from tome_nodes.settings.presets import settings_of
 from tome_nodes.strategies import strategy_class
 from tome_nodes.strategies.plan import Grid
 
@@ -65,7 +64,7 @@ def test_the_work_of_an_evaluation(models, kind):
         {"attn_tokens": "q,k,v", "max_downsample": 2},
         {"merge_crossattn": True, "merge_mlp": True, "max_downsample": 8},
         {"scope": "stack"},
-        {"scope": "stack", "attn_tokens": "k,v", "grows": True},
+        AS_FAST,
     ],
 )
 @pytest.mark.parametrize("kind", ["sd15", "sdxl"])
@@ -133,11 +132,8 @@ def test_the_work_of_a_unet_of_diffusers():
 
 
 @pytest.mark.parametrize(("least", "merges"), [(0.0, True), (0.9, False)])
-def test_a_preset_that_saves_next_to_nothing_merges_nothing(
-    sd15, log_messages, monkeypatch, least, merges
-):
-    monkeypatch.setattr(patched_model, "LEAST_SAVED", least)
-    config = ToMeConfig(**settings_of("balanced", {}))
+def test_a_preset_that_saves_next_to_nothing_merges_nothing(sd15, log_messages, least, merges):
+    config = preset("balanced", policy=policy_of("balanced", least_saved=least))
     patched = attach(sd15, config)
     same = torch.equal(sample_sd15(patched, (16, 16)), sample_sd15(sd15, (16, 16)))
     assert same != merges

@@ -8,6 +8,8 @@ from every_option import EVERY_OPTION
 
 from tome_nodes.settings.config import OPTIONS, ToMeConfig
 from tome_nodes.settings.options import OptionError
+from tome_nodes.settings.policy import EVEN, PLAIN
+from tome_nodes.settings.presets import PRESETS
 
 LIMITS = {name: case.limits for name, case in EVERY_OPTION.items() if case.limits is not None}
 
@@ -20,7 +22,7 @@ def test_the_options_are_those_that_tests_know():
     defaults = [(name, case.default) for name, case in EVERY_OPTION.items()]
     settings = dataclasses.asdict(ToMeConfig())
     # Presets set it.
-    assert settings.pop("grows") is False
+    assert settings.pop("policy") == dataclasses.asdict(PLAIN)
     assert [*settings.items()] == defaults
     assert ToMeConfig(ratio_end=-1) == ToMeConfig()
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -75,3 +77,10 @@ def test_wrong_types_are_refused(name, value):
     with pytest.raises(TypeError, match=f"^{name}={value!r} is not allowed") as refused:
         ToMeConfig(**{name: value})
     assert refused.value.option == name
+
+
+def test_presets_that_merge_more_in_larger_maps_merge_nothing_where_that_does_not_pay():
+    policies = [preset.policy for preset in PRESETS.values()]
+    assert [policy.least_saved for policy in policies if policy.keys != EVEN] == [0.05, 0.05]
+    assert all(policy == PLAIN for policy in policies if policy.keys == EVEN)
+    assert PLAIN.least_tokens == 768

@@ -12,9 +12,10 @@ from torch.testing import assert_close
 from tome_nodes.ops import TORCH
 from tome_nodes.ops.random_picks import pick_per_cell, step_key
 from tome_nodes.settings.config import OPTIONS, ToMeConfig
+from tome_nodes.settings.policy import EVEN, Growth, Policy
 from tome_nodes.strategies import bipartite, make_strategy, strategy_class
 from tome_nodes.strategies.bipartite import split_tokens
-from tome_nodes.strategies.cells import GROWTH_OF_KEYS, Growth, frames_of_cell, share_of
+from tome_nodes.strategies.cells import frames_of_cell
 from tome_nodes.strategies.plan import Grid
 from tome_nodes.strategies.window import match_windows, pieces_of, split_windows
 
@@ -220,15 +221,15 @@ growths = st.builds(Growth, st.floats(0.1, 1.0), st.sampled_from([32 * 32, 64 * 
 
 @given(ratios, tokens, growths)
 def test_a_larger_map_merges_more_and_a_small_one_the_ratio(ratio, tokens, growth):
-    share = share_of(ratio, tokens, growth)
-    assert ratio <= share <= share_of(ratio, 2 * tokens, growth) <= 1
-    assert share <= share_of(min(0.95, ratio + 0.01), tokens, growth)
+    share = growth.share(ratio, tokens)
+    assert ratio <= share <= growth.share(ratio, 2 * tokens) <= 1
+    assert share <= growth.share(min(0.95, ratio + 0.01), tokens)
     # Without jumps, so that a picture a few pixels wider is not another one.
-    assert share_of(ratio, tokens + 1, growth) - share < 0.02
-    assert share_of(0.0, tokens, growth) == 0
+    assert growth.share(ratio, tokens + 1) - share < 0.02
+    assert growth.share(0.0, tokens) == 0
     if tokens <= growth.tokens:
         assert share == ratio
-    assert share_of(ratio, tokens, None) == ratio
+    assert EVEN.share(ratio, tokens) == ratio
 
 
 @pytest.mark.parametrize(
@@ -236,9 +237,10 @@ def test_a_larger_map_merges_more_and_a_small_one_the_ratio(ratio, tokens, growt
     [(0.6, 64, (2, 4)), (0.9, 64, (4, 4)), (0.6, 128, (2, 4)), (0.75, 128, (4, 4))],
 )
 def test_cells_are_as_large_as_the_share_of_a_map_needs(ratio, side, cell):
-    config = ToMeConfig(strategy="window", ratio=ratio, sx=4, grows=True)
+    policy = Policy(larger_cells=((4, 4), (4, 8), (8, 8)))
+    config = ToMeConfig(strategy="window", ratio=ratio, sx=4, policy=policy)
     grid = Grid(side, side)
-    share = share_of(ratio, grid.tokens, GROWTH_OF_KEYS)
+    share = Growth(0.76, 64 * 64).share(ratio, grid.tokens)
     cells = make_strategy(config, TORCH).cells_of(grid, share)
     assert (cells.sy, cells.sx) == cell
     growing = replace(config, ratio=share)

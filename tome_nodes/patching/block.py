@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import reasons
-from ..strategies.cells import Growth, share_of
+from ..settings.policy import EVEN, Growth
 from ..strategies.plan import Grid, Plan
 from .attention_trial import Attention
 from .compiling import is_left_uncompiled
@@ -98,16 +98,16 @@ class Block:
         self.outcome.reason = self.model.too_few(tokens)
         return False
 
-    def plan_of(self, features: Tensor, grid: Grid, growth: Growth | None = None) -> Plan | None:
-        """A plan at the ratio of the current step. If it is None, the reason is noted.
+    def plan_of(self, features: Tensor, grid: Grid, growth: Growth = EVEN) -> Plan | None:
+        """A plan at the ratio of the current step, which grows with the grid.
 
-        For ``growth``, see :func:`tome_nodes.strategies.cells.share_of`.
+        If it is None, the reason is noted.
         """
         evaluation, outcome = self.evaluation, self.outcome
         outcome.grid = grid
         if not torch.compiler.is_compiling() and is_left_uncompiled():
             evaluation.is_uncompiled = True
-        share = share_of(evaluation.ratio, grid.tokens, growth)
+        share = growth.share(evaluation.ratio, grid.tokens)
         plan = evaluation.engine.strategy.plan(features, grid, share)
         if plan is None:
             outcome.reason = self._why_no_plan(grid, evaluation.ratio)

@@ -9,7 +9,6 @@ from torch import nn
 
 from .. import reasons
 from ..settings.config import ToMeConfig
-from ..strategies.cells import LARGE, LEAST
 from ..strategies.plan import Grid
 from .attention_trial import Attention
 from .block import Block
@@ -17,10 +16,6 @@ from .evaluation import Evaluation, ModelState, Observer, Outcome
 from .overrides import Overrides
 from .stack import Stack
 from .work import Work
-
-LEAST_SAVED = 0.05
-"""Where a preset saves a smaller share of an evaluation's work, nothing merges: it would cost about
-as much time as it saves."""
 
 
 class ModelRecord(Protocol):
@@ -47,7 +42,7 @@ class PatchedModel(ModelState):
         record: what is known about models of its kind.
         blocks: all its blocks.
         max_downsample: how many times smaller than the latent the smallest grid that merges is;
-            ``auto`` is resolved. Where the share grows with the map, see :meth:`deepest`.
+            ``auto`` is resolved. Large ones may be deeper, see :meth:`deepest`.
     """
 
     def __init__(
@@ -59,7 +54,8 @@ class PatchedModel(ModelState):
     ):
         stacks = [*record.stacks(model)]
         levels = Counter(stack.level for stack in stacks for _ in stack.blocks)
-        super().__init__(model, config, observer, min(levels), config.min_tokens or LEAST)
+        least = config.min_tokens or config.policy.least_tokens
+        super().__init__(model, config, observer, min(levels), least)
         self.record = record
         self.max_downsample = deepest_level(config, levels)
         self._levels = sorted(levels)
@@ -75,10 +71,8 @@ class PatchedModel(ModelState):
 
     def deepest(self, latent: Grid) -> int:
         """How many times smaller than a latent the smallest grid that merges is."""
-        if not self.config.grows:
-            return self.max_downsample
         if latent not in self._deepest:
-            least = LARGE if self.config.scope == "module" else self.least_tokens
+            least = max(self.config.policy.deeper_from, self.least_tokens)
             large = [level for level in self._levels if latent.downsampled(level).tokens >= least]
             self._deepest[latent] = max([self.max_downsample, *large])
         return self._deepest[latent]
@@ -92,16 +86,17 @@ class PatchedModel(ModelState):
     def too_little(self, latent: Grid) -> str | None:
         """Why nothing merges in any block, as too little would; None if something may.
 
-        Only presets that merge the more, the larger a map is, go by the work that is saved.
+        Only some presets go by the work that is saved.
         """
+        least_saved = self.config.policy.least_saved
         if latent not in self._too_little:
             most = latent.downsampled(self.shallowest).tokens
-            saved = self.saved(latent) if self.config.grows else None
+            saved = self.saved(latent) if least_saved else None
             reason = None
             if most < self.least_tokens and not self.observer.follows_blocks:
                 reason = self.too_few(most)
-            elif saved is not None and saved < LEAST_SAVED:
-                reason = reasons.saves_little(saved, LEAST_SAVED)
+            elif saved is not None and saved < least_saved:
+                reason = reasons.saves_little(saved, least_saved)
             self._too_little[latent] = reason
         return self._too_little[latent]
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from .. import reasons
 from ..settings.config import ToMeConfig
-from ..settings.presets import FREE, PRESETS
+from ..settings.presets import FREE, settings_of
 from ..strategies.plan import Grid
 from .evaluation import Observer
 from .model import PatchedModel
@@ -34,9 +34,9 @@ def prospects_of(model: PatchedModel, latent: Grid, obstacle: str) -> Prospects 
     if not obstacle.endswith(reasons.WORTH_IT):
         return None
     config = model.config
-    if config.grows and config.scope == "module":
+    if config.policy.more:
         free = {name: getattr(config, name) for name in FREE}
-        settings = ToMeConfig(**free, **PRESETS["fast"].options)
+        settings = ToMeConfig(**settings_of(config.policy.more, free))
         other = PatchedModel(settings, model.record, model.model, Observer())
         saved = other.saved(latent)
         if saved is not None and _is_worth_it(other, latent):

@@ -8,8 +8,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import reasons
-from ..settings.config import ToMeConfig
-from ..strategies.cells import growth_of
 from ..strategies.plan import Grid, Plan
 from .attention_trial import Attention
 from .block import Block
@@ -74,15 +72,12 @@ class UNetBlock(Block):
         self.calls = calls
         super().__init__(model, stack, index)
         self.attends_to_itself = not calls.attends_to_text(self.module)
-        self.merges_only_keys = self.attends_to_itself and merges_only_keys(
-            model.config, stack.level
-        )
+        deepest = model.config.policy.keys_down_to
+        self.merges_only_keys = self.attends_to_itself and stack.level <= deepest
         self._is_first, self._is_last = index == 0, index == len(stack.blocks) - 1
         self._shares_plan = not stack.is_of_video and (
             model.config.scope == "stack" or self.merges_only_keys
         )
-        self._growth = growth_of(model.config, in_stacks=False)
-        self._growth_in_stacks = growth_of(model.config, in_stacks=True)
 
     @cached_property
     def stored(self) -> Attention | None:
@@ -182,7 +177,7 @@ class UNetBlock(Block):
                 else:
                     outcome.reason = reasons.ALL_OFF
                 return forward(x, *args, **kwargs)
-            plan = self.plan_of(x, grid, self._growth_in_stacks)
+            plan = self.plan_of(x, grid, config.policy.stacks)
             if plan is None:
                 return forward(x, *args, **kwargs)
             merged = plan.merge(x)
@@ -217,7 +212,7 @@ class UNetBlock(Block):
         if shared is not None and shared.plan is not None and shared.plan.fits(x):
             self.outcome.grid = grid
             return shared.plan
-        plan = self.plan_of(x, grid, self._growth)
+        plan = self.plan_of(x, grid, self.model.config.policy.keys)
         if shared is not None and self.merges_only_keys and self._shares_plan:
             shared.plan = plan
         return plan
@@ -443,12 +438,3 @@ class UNetBlock(Block):
             return False
         outcome.before, outcome.plan = x.shape[1], plan
         return True
-
-
-def merges_only_keys(config: ToMeConfig, level: int) -> bool:
-    """Whether a preset merges only keys and values at a level.
-
-    *fast* does so at levels 1 and 2, where whole stacks would change pictures most
-    (benchmarks/FIDELITY.md).
-    """
-    return config.grows and (config.scope == "module" or level <= 2)

@@ -14,7 +14,6 @@ from torch import nn
 from ..ops import TORCH
 from ..settings.config import ToMeConfig
 from ..strategies import make_strategy
-from ..strategies.cells import growth_of, share_of
 from ..strategies.plan import Grid
 from ..strategies.strategy import Strategy
 
@@ -56,8 +55,9 @@ class BlockWork:
 
         ``strategy`` says how many tokens of the block's grid stay.
         """
-        tokens = grid.tokens
-        share = share_of(config.largest_ratio, tokens, growth_of(config, in_stacks))
+        tokens, policy = grid.tokens, config.policy
+        growth = policy.stacks if in_stacks else policy.keys
+        share = growth.share(config.largest_ratio, tokens)
         few = strategy.slots(grid, share)
         plain = self.on(tokens, tokens, tokens, tokens)
         if in_stacks:

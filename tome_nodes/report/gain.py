@@ -6,8 +6,8 @@ from itertools import pairwise
 from statistics import median
 
 from .. import reasons
-from ..patching.model import LEAST_SAVED
 from ..settings.config import ToMeConfig
+from ..settings.policy import LEAST_SAVED
 from ..tuning.search import FASTER
 from .counts import Counts
 from .log_line import seconds

@@ -123,6 +123,6 @@ def settings(config: ToMeConfig, frames: int = 1, defaults: bool = False) -> lis
         words.append(config.strategy)
     if defaults or config.scope != ToMeConfig.scope:
         words.append(f"{config.scope} scope")
-    if config.grows and config.scope == "stack":
-        words.append("keys and values alone at the levels with most tokens")
+    if config.policy.words:
+        words.append(config.policy.words)
     return words

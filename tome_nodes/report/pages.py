@@ -7,7 +7,6 @@ import numpy as np
 
 from ..settings.options import CHART, MERGE_MAP
 from ..strategies import strategy_class
-from ..strategies.cells import LEAST
 from ..tuning import summary as tuning_words
 from ..tuning.search import LIKENESS, SPEED, Measured
 from ..tuning.summary import Found
@@ -153,12 +152,13 @@ def hint_for(run: RunRecord) -> str | None:
     """What to change, if the settings gain nothing or less than they could; else None."""
     config, counts, strategy = run.config, run.counts, strategy_class(run.config)
     largest = max(counts.merged, default=counts.most_tokens)
-    if 0 < largest < LEAST:
-        longer = (LEAST / largest) ** 0.5
+    least = config.policy.least_tokens
+    if 0 < largest < least:
+        longer = (least / largest) ** 0.5
         custom = "; or, under preset custom, set min_tokens to 0 to leave small maps alone"
         return (
             f"make the picture {longer:.1f} times as wide and high, as merging is worth it from "
-            f"about {LEAST} tokens on{custom if config.min_tokens else ''}."
+            f"about {least} tokens on{custom if config.min_tokens else ''}."
         )
     if not counts.merged:
         return None
@@ -168,7 +168,7 @@ def hint_for(run: RunRecord) -> str | None:
             f"the cells merge no more than {cap:.2f}; under preset custom, a larger sx or sy "
             "merges more."
         )
-    if config.scope == "stack" and not config.grows and counts.total_steps >= _MANY:
+    if config.scope == "stack" and not config.policy.keys_down_to and counts.total_steps >= _MANY:
         return (
             f"in {counts.total_steps} steps, whole stacks change the picture as much as fewer "
             f"steps would; {_ENOUGH} steps with the same settings save more."

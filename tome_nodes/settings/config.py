@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from .options import Option, OptionError
+from .policy import PLAIN, Policy
 
 
 def _option(default: Any, **others: Any) -> Any:
@@ -189,9 +190,8 @@ class ToMeConfig:
         more="Which steps these are, the page says below.",
     )
 
-    grows: bool = False
-    """Whether the share that merges grows with a feature map; see
-    :func:`tome_nodes.strategies.cells.share_of`. It is no option: presets set it."""
+    policy: Policy = PLAIN
+    """How merging goes by the size of feature maps. It is no option: presets set it."""
 
     def __post_init__(self) -> None:
         for name, option in OPTIONS.items():
@@ -216,9 +216,13 @@ class ToMeConfig:
 
     @property
     def shallow_ratio(self) -> float:
-        """The ratio by which steps of UNets are shallow: half of it in *balanced*, which promises
-        the smallest change."""
-        return self.ratio / 2 if self.grows and self.scope == "module" else self.ratio
+        """The ratio by which steps of UNets are shallow."""
+        return self.ratio * self.policy.shallow
+
+    @property
+    def cell_sizes(self) -> tuple[tuple[int, int], ...]:
+        """The sizes of a picture's cells to choose from, height and width, the smallest first."""
+        return ((self.sy, self.sx), *self.policy.larger_cells)
 
     def does_nothing(self, forecasts: bool) -> bool:
         """Whether the ratio is 0; ``ratio_end`` does not count where steps are forecast."""

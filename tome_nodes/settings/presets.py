@@ -3,12 +3,14 @@
 A preset decides how to merge. How much, when and with which seed stay free.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from .config import OPTIONS
 from .options import Option, OptionError, is_plain, shown
+from .policy import LEAST_SAVED, PLAIN, Growth, Policy
 
 FREE = ("ratio", "start_percent", "end_percent", "seed", "backend")
 """The options that no preset decides."""
@@ -25,29 +27,48 @@ class Preset:
         text: what it does, in a sentence.
         options: the options that it sets. All others have their defaults, except those in
             :data:`FREE`.
+        policy: what it decides beyond the options.
     """
 
     text: str
     options: Mapping[str, Any]
+    policy: Policy = PLAIN
 
+
+_LARGE = 64 * 64
+"""From this many tokens on, a feature map is large."""
+
+_LARGER_CELLS = ((2, 4), (4, 4), (4, 8), (8, 8))
 
 PRESETS: Mapping[str, Preset] = {
     "balanced": Preset(
-        "In a UNet, merges keys and values of self-attention, and skips a few steps in runs of 6 "
+        "In a UNet, merges keys and values of self-attention, and skips some steps in runs of 5 "
         "or more. Closest to the plain model.",
-        {"strategy": "window", "attn_tokens": "k,v", "sx": 4, "forecast": True, "grows": True},
+        {"strategy": "window", "attn_tokens": "k,v", "sx": 4, "forecast": True},
+        Policy(
+            keys=Growth(0.76, _LARGE),
+            larger_cells=_LARGER_CELLS,
+            keys_down_to=math.inf,
+            deeper_from=_LARGE,
+            least_saved=LEAST_SAVED,
+            shallow=0.75,
+            more="fast",
+        ),
     ),
     "fast": Preset(
         "In a UNet, merges more keys and values and, in smaller maps, whole stacks of blocks; also "
-        "skips twice as many steps: saves most, and is what to take for SDXL and for a second "
-        "pass.",
-        {
-            "strategy": "window",
-            "scope": "stack",
-            "attn_tokens": "k,v",
-            "forecast": True,
-            "grows": True,
-        },
+        "skips more steps: saves most, and is what to take for SDXL and for a second pass.",
+        {"strategy": "window", "scope": "stack", "attn_tokens": "k,v", "forecast": True},
+        Policy(
+            keys=Growth(1.0, 32 * 32),
+            stacks=Growth(0.2, _LARGE),
+            larger_cells=_LARGER_CELLS,
+            # There, whole stacks would change pictures most.
+            keys_down_to=2,
+            deeper_from=0,
+            least_saved=LEAST_SAVED,
+            words="keys and values alone at the levels with most tokens",
+        ),
     ),
     "paper": Preset(
         "As the paper's own code, tomesd, does it: queries, keys and values alike, at the "
@@ -55,7 +76,7 @@ PRESETS: Mapping[str, Preset] = {
         {"max_downsample": 1, "min_tokens": 1, "proportional_attn": False},
     ),
 }
-"""The presets by name."""
+"""The presets by name. Their figures are in benchmarks/FIDELITY.md."""
 
 PRESET = Option(
     name="preset",
@@ -79,7 +100,7 @@ _DEFAULTS: Mapping[str, Any] = {name: option.default for name, option in OPTIONS
 def settings_of(
     preset: str, given: Mapping[str, Any], defaults: Mapping[str, Any] = _DEFAULTS
 ) -> dict[str, Any]:
-    """The options of :class:`tome_nodes.settings.config.ToMeConfig` that a preset stands for.
+    """The settings of :class:`tome_nodes.settings.config.ToMeConfig` that a preset stands for.
 
     Args:
         preset: one of :data:`PRESETS`, or :data:`CUSTOM`.
@@ -100,4 +121,4 @@ def settings_of(
                 f"leave {name} out, or set preset to {CUSTOM!r}",
             )
     free = {name: value for name, value in given.items() if name in FREE}
-    return {**free, **PRESETS[preset].options}
+    return {**free, **PRESETS[preset].options, "policy": PRESETS[preset].policy}

@@ -17,40 +17,8 @@ from .strategy import Strategy
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
-LARGE = 64 * 64
-"""From this many tokens on, a feature map is large."""
-
-LEAST = 768
-"""From this many tokens on, merging a feature map can pay off: SDXL's smallest maps with attention
-have about 1,000 at the sizes that it was trained on."""
-
-# Further sizes of cells, height and width, for shares that the configured ones do not allow.
-_LARGER_CELLS = ((2, 4), (4, 4), (4, 8), (8, 8))
-
 # The lengths of a video's cells to choose from, in frames; the better ones come first.
 _FRAMES_OF_CELL = (4, 5, 3, 2)
-
-
-@dataclass(frozen=True)
-class Growth:
-    """How the share that merges grows with a map (:func:`share_of`).
-
-    Attributes:
-        rate: how fast it grows.
-        tokens: the number of tokens from which on it grows.
-    """
-
-    rate: float
-    tokens: int
-
-
-# Their figures are in benchmarks/FIDELITY.md.
-GROWTH_OF_KEYS = Growth(0.76, LARGE)
-"""Of keys and values under *balanced*."""
-GROWTH_OF_KEYS_IN_FAST = Growth(1.0, 32 * 32)
-"""Of keys and values under *fast*."""
-GROWTH_OF_STACKS = Growth(0.2, LARGE)
-"""Of all tokens of a stack."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +79,7 @@ class CellStrategy(Strategy):
     def cells_of(self, grid: Grid, ratio: float) -> Cells:
         """How a grid is cut; a cell of a video is several frames long and part of a row wide.
 
-        Where the ratio grows with the map, cells grow with it.
+        It is the smallest that allows the ratio, or else the largest.
         """
         sizes = _cell_sizes(self.config, grid.frames)
         large_enough = (size for size in sizes if _share_allowed(size) >= ratio)
@@ -160,38 +128,12 @@ def made_once(made: dict[Key, Value], key: Key, make: Callable[[], Value]) -> Va
     return made[key]
 
 
-def share_of(ratio: float, tokens: int, growth: Growth | None) -> float:
-    """The share of a feature map's tokens that merges: more, the larger the map is.
-
-    A larger map of the same picture says less in each token. The share that stays is a power of
-    what stays in small maps, which grows with the logarithm of the map's side. In maps of up to
-    ``growth.tokens`` tokens, ``ratio`` merges (benchmarks/FIDELITY.md).
-
-    Args:
-        ratio: the share of small maps.
-        tokens: the number of tokens of the map.
-        growth: how it grows (:func:`growth_of`); None for a share that is always ``ratio``.
-    """
-    if growth is None or tokens <= growth.tokens:
-        return ratio
-    return 1 - (1 - ratio) ** (1 + growth.rate * math.log2(tokens / growth.tokens) / 2)
-
-
-def growth_of(config: ToMeConfig, in_stacks: bool) -> Growth | None:
-    """How the share that merges grows: of all tokens of a stack, or of keys and values."""
-    if not config.grows:
-        return None
-    if in_stacks:
-        return GROWTH_OF_STACKS
-    return GROWTH_OF_KEYS if config.scope == "module" else GROWTH_OF_KEYS_IN_FAST
-
-
-def _cell_sizes(config: ToMeConfig, frames: int) -> list[tuple[int, int]]:
+def _cell_sizes(config: ToMeConfig, frames: int) -> tuple[tuple[int, int], ...]:
     """The sizes of cells to choose from, height and width, the smallest first."""
     if frames > 1:
         # Cells of few tokens in many frames are best: benchmarks/FIDELITY.md.
-        return [(frames_of_cell(frames), min(config.sx, config.sy))]
-    return [(config.sy, config.sx), *(_LARGER_CELLS if config.grows else ())]
+        return ((frames_of_cell(frames), min(config.sx, config.sy)),)
+    return config.cell_sizes
 
 
 def _share_allowed(size: tuple[int, int]) -> float:
