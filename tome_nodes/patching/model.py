@@ -9,6 +9,7 @@ from torch import nn
 
 from .. import reasons
 from ..settings.config import ToMeConfig
+from ..settings.presets import FREE, PRESETS
 from ..strategies.cells import LARGE, LEAST
 from ..strategies.plan import Grid
 from .attention_trial import Attention
@@ -65,7 +66,7 @@ class PatchedModel(ModelState):
         self._levels = sorted(levels)
         self._overrides: dict[tuple[int, bool, bool], Overrides] = {}
         self._deepest: dict[Grid, int] = {}
-        self._too_little: dict[Grid, str | None] = {}
+        self._too_little: dict[Grid, reasons.Reason | None] = {}
         self._overridden: dict[tuple[int, bool], list[Block]] = {}
         self.blocks = [
             record.block(self, stack, index)
@@ -89,7 +90,7 @@ class PatchedModel(ModelState):
             return None
         return self._work.saved(self.config, latent, self.least_tokens, self.deepest(latent))
 
-    def too_little(self, latent: Grid) -> str | None:
+    def too_little(self, latent: Grid) -> reasons.Reason | None:
         """Why nothing merges in any block, as too little would; None if something may.
 
         Only presets that merge the more, the larger a map is, go by the work that is saved.
@@ -101,9 +102,18 @@ class PatchedModel(ModelState):
             if most < self.least_tokens and not self.observer.follows_blocks:
                 reason = self.too_few(most)
             elif saved is not None and saved < LEAST_SAVED:
-                reason = reasons.saves_little(saved, LEAST_SAVED)
+                reason = reasons.saves_little(saved, LEAST_SAVED, self._fast_merges(latent))
             self._too_little[latent] = reason
         return self._too_little[latent]
+
+    def _fast_merges(self, latent: Grid) -> bool:
+        """Whether preset *fast* would merge where another preset saves too little."""
+        free = {name: getattr(self.config, name) for name in FREE}
+        fast = ToMeConfig(**free, **PRESETS["fast"].options)
+        if fast == self.config:
+            return False
+        model = PatchedModel(fast, self.record, self.model, Observer())
+        return model.too_little(latent) is None
 
     def attentions(self) -> set[Attention]:
         """The attention functions that its blocks will call, as far as the host tells."""
@@ -141,6 +151,8 @@ class PatchedModel(ModelState):
                 if evaluation.by_stack:
                     outcome.blocks = block.covered
                 outcome.complete()
+                if outcome.grid is not None and outcome.plan is None and outcome.reason is None:
+                    outcome.reason = self.why_no_plan(outcome.grid, evaluation.ratio)
                 outcomes.append(outcome)
         return outcomes
 
