@@ -173,9 +173,11 @@ def _both(
     if last is None:
         raise RuntimeError("the other node has removed ours from the model")
     if last.nothing is not None:
-        return _Run(result, True, [last.unmerged or last.unforecast or ""])
+        return _Run(result, True, [str(last.unmerged or last.unforecast)])
     reason = last.counts.most_common_reason
-    return _Run(result, False, [*log_line.deviations(last.counts), *([reason] if reason else [])])
+    return _Run(
+        result, False, [*log_line.deviations(last.counts), *([str(reason)] if reason else [])]
+    )
 
 
 def run(neighbour: Neighbour, model: ModelPatcher, kind: str) -> Tensor:

@@ -522,8 +522,7 @@ def test_a_second_sampler_at_another_size_starts_afresh(sd15, log_messages):
         ({"min_tokens": 193}, "sd15", "192 tokens are fewer than min_tokens=193; lower it"),
         (
             *({"min_tokens": 0}, "sd15"),
-            "192 tokens are fewer than 256, the least that pays off; take a picture 1.25 "
-            "times as wide and high, or leave ToMe out",
+            "192 tokens are fewer than 256, the least that pays off; leave ToMe out",
         ),
         (
             *({"merge_attn": False}, "sd15"),

@@ -484,6 +484,20 @@ def test_one_graph_serves_batches_of_any_size_that_are_marked_as_dynamic(fresh_c
 
 
 @torch.no_grad()
+def test_why_a_compiled_model_merges_nothing_is_said_with_its_numbers(log_messages, fresh_compiler):
+    """Within a graph, a ratio that changes from step to step cannot be put into words."""
+    unet = make_unet("one_block")
+    tome_nodes.apply_patch(unet, ratio=0.001, ratio_end=0.003, min_tokens=1)
+    compiled = torch.compile(unet, backend="eager", fullgraph=True)
+    for timestep in 999, 500:
+        call(compiled, grid=(16, 16), timestep=timestep)
+    assert log_messages() == [
+        f"[ToMe] nothing merged: 256 tokens are too few for ratio={ratio}; raise it"
+        for ratio in ("0.001", "0.001999")
+    ]
+
+
+@torch.no_grad()
 def test_merging_needs_as_many_graphs_for_many_sizes_as_the_plain_model(fresh_compiler):
     """Three: for the first size, for any other width, and for any size."""
     unet, graphs = make_unet("one_block"), CompileCounter()
@@ -602,7 +616,7 @@ def test_what_was_merged_is_logged_once_for_each_size(log_messages):
     [
         ("sd15", {"attn_tokens": "k,v"}, "expected, not measured: 5% fewer"),
         ("sd15", {"scope": "stack"}, "expected, not measured: 14% fewer"),
-        ("sdxl", {"max_downsample": 2}, reasons.LITTLE_ATTENTION),
+        ("sdxl", {"max_downsample": 2}, str(reasons.LITTLE_ATTENTION)),
     ],
 )
 def test_a_line_says_what_merging_saves(caplog, name, options, words):

@@ -296,7 +296,7 @@ def test_an_attention_processor_from_elsewhere_keeps_all_blocks_running(case, lo
     tome_nodes.apply_patch(case.pipeline, 0.6, preset="fast")
     case(STEPS)
     assert len(whole_of(seen)) == STEPS
-    assert reasons.split(reasons.reads_attention("Reads"))[0] in log_messages()[-1]
+    assert reasons.reads_attention("Reads").why in log_messages()[-1]
 
 
 @pytest.mark.parametrize("strength", [0.9, 0.5])
@@ -559,7 +559,7 @@ def test_blocks_that_bring_in_weights_for_the_next_all_run(case, log_messages, m
     del seen[:]
     case(STEPS)
     assert len(whole_of(seen)) == STEPS
-    assert reasons.STREAMED in log_messages()[-1]
+    assert str(reasons.STREAMED) in log_messages()[-1]
 
 
 @pytest.mark.parametrize(("size", "is_whole"), [(1, False), (3, True)])
@@ -597,7 +597,7 @@ def test_a_run_that_is_too_short_is_whole_and_says_so(case, log_messages, count)
     case(count)
     assert len(whole_of(seen)) == count
     (line,) = log_messages()
-    assert reasons.split(reasons.too_short_for_shallow(count, 5))[0] in line
+    assert reasons.too_short_for_shallow(count, 5).why in line
 
 
 def test_parts_of_a_picture_under_copies_of_the_scheduler_are_one_run(log_messages):

@@ -153,7 +153,7 @@ def test_a_gpu_that_waits_for_its_cpu_is_named(models, caplog, monkeypatch, idle
     monkeypatch.setattr(step_count, "has_nothing_to_do", asked)
     monkeypatch.setattr(step_count, "Clock", Marked)
     run(models, "sd15", merging(), steps=3)
-    assert not idle and (reasons.GPU_WAITS in caplog.messages[-1]) == waits
+    assert not idle and (str(reasons.GPU_WAITS) in caplog.messages[-1]) == waits
     # A mark is work for the GPU, so it comes after the question.
     assert order == ["marked", "asked", "marked", "asked", "marked", "asked"]
 

@@ -22,20 +22,19 @@ from ..forecasting.samplers import SAMPLERS
 from ..forecasting.steps import (
     FASTER,
     LEAST_SNR,
+    SHORTEST,
     ForecastStep,
     is_even,
     is_noise_alone,
     latent_share,
     log_snr,
     log_snrs,
-    steps_that_run,
 )
 from ..forecasting.trajectory import has_memory
 from ..patching.schedule import is_active
 from ..report.counts import Counts
 from ..report.run_record import RunRecord, forecast_record
 from ..settings.config import ToMeConfig
-from .advice import samplers_instead, scheduler_instead
 from .conditions import conditions_of, names_of
 from .guided_answers import Latents, is_cached, none_is_active, options_of, place_in, wrapped
 from .step_count import StepCount
@@ -82,10 +81,9 @@ class ForecastPart:
         self._from_noise = starts_empty or is_noise_alone(schedule[0], most)
         self._on_step = on_step
         self._answered: int | None = None
-        known = self._known = SAMPLERS.get(sampler)
+        known = SAMPLERS.get(sampler)
         self._corrects = known is not None and known.corrects
         self._faster = FASTER if known is None else known.faster
-        self._instead = samplers_instead(self._levels, sampler)
         self._reason = self._obstacle_before(sampler)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ForecastPart":
@@ -93,18 +91,14 @@ class ForecastPart:
         return self
 
     @property
-    def reason(self) -> str | None:
+    def reason(self) -> reasons.Reason | None:
         """Why nothing was forecast; None if something was."""
         if self._forecasts.steps:
             return None
         reason = self._reason or self._forecasts.reason
         if reason == reasons.CHANGES and not self._was_called:
             return reasons.NOT_CALLED
-        if reason != reasons.UNEVEN:
-            return reason
-        return reasons.uneven(
-            scheduler_instead(self._sampling, self._steps.schedule, self._is_forecast)
-        )
+        return reasons.UNEVEN_IN_COMFYUI if reason == reasons.UNEVEN else reason
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -184,7 +178,7 @@ class ForecastPart:
     ) -> ForecastStep | None:
         """The step of a noisy latent; None if nothing is forecast any more."""
         if self._reason is None and self._answered == self._steps.done:
-            self._reason = reasons.several(self._instead)
+            self._reason = reasons.SEVERAL
         steps, index = self._steps, self._steps.done
         self._answered = index
         if self._reason is not None or index >= steps.total or sigma <= 0:
@@ -204,41 +198,28 @@ class ForecastPart:
             from_noise=self._from_noise,
         )
 
-    def _is_forecast(self, schedule: Sequence[float]) -> bool:
-        """Whether anything would be forecast under another schedule, as far as that tells."""
-        levels = log_snrs(schedule[:-1], self._is_flow)
-        known, count = self._known, self._steps.total
-        if known is None or self._begins_late(levels) or known.obstacle(levels) is not None:
-            return False
-        running = steps_that_run(self._config.ratio, count, not self._from_noise)
-        return any(
-            is_even(levels, index, self._faster) for index in range(count) if index not in running
-        )
-
-    def _begins_late(self, levels: Sequence[float]) -> bool:
-        """Whether it continues a run that left off in nearly pure noise, where fewer steps cost
-        little."""
-        return self._takes_over and levels[0] < LEAST_SNR
-
-    def _obstacle_before(self, sampler: str) -> str | None:
+    def _obstacle_before(self, sampler: str) -> reasons.Reason | None:
         """Why nothing can be forecast in the run, as far as can be told before it."""
         config, schedule = self._config, self._steps.schedule
         why = none_is_active(config, schedule, self._sampling.percent_to_sigma)
         if why is not None:
             return why
-        known, count = self._known, self._steps.total
-        if known is None:
-            return reasons.sampler(sampler, self._instead)
-        if count < known.least and self._instead:
-            return reasons.sampler_needs(sampler, known.least, self._instead)
-        if (obstacle := known.obstacle(self._levels)) is not None:
-            return obstacle
-        options = self._guider.model_options
+        count, options = self._steps.total, self._guider.model_options
+        if count < SHORTEST:
+            return reasons.too_short(count, SHORTEST)
         if is_cached(options):
             return reasons.CACHE
         if "denoise_mask_function" in options:
             return reasons.MOVING_MASK
-        return reasons.UNEVEN if self._begins_late(self._levels) else None
+        if self._takes_over and self._levels[0] < LEAST_SNR:
+            return reasons.TAKES_OVER
+        # What follows is not so under euler, which is the advice.
+        known = SAMPLERS.get(sampler)
+        if known is None:
+            return reasons.sampler(sampler)
+        if count < known.least:
+            return reasons.sampler_needs(sampler, known.least)
+        return known.obstacle(self._levels)
 
     def _clear(self) -> None:
         """Keep no latent any more."""

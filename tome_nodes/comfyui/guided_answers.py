@@ -115,7 +115,7 @@ def options_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, A
 
 def none_is_active(
     config: ToMeConfig, schedule: Sequence[float], percent_to_sigma: Callable[[float], float]
-) -> str | None:
+) -> reasons.Reason | None:
     """Why the percents of the settings leave out all steps of a run; None if they do not."""
     if any(is_active(config, noise, percent_to_sigma) for noise in schedule[:-1]):
         return None

@@ -29,7 +29,7 @@ def modules_in(options: Mapping[str, Any]) -> Set[str]:
     return {module for module in modules if KEY not in module}
 
 
-def obstacle_in(modules: Set[str]) -> str | None:
+def obstacle_in(modules: Set[str]) -> reasons.Reason | None:
     """Why nothing merges beside functions of some modules; None if something may."""
     return next(
         (

@@ -126,7 +126,7 @@ class ToMePatchModel(io.ComfyNode):
             model, config, on_step=on_step, wants_details=_wants_details(node)
         )
         if config.does_nothing(forecasts=not attachment.merges(model, config)):
-            run_log.say(reasons.OFF)
+            run_log.say(str(reasons.OFF))
         return io.NodeOutput(patched)
 
 

@@ -67,7 +67,7 @@ class SamplingRun:
             return []
 
 
-def _with_reason(record: RunRecord, why: str) -> RunRecord:
+def _with_reason(record: RunRecord, why: reasons.Reason) -> RunRecord:
     """A record with the reason why no step was shallow, if none was."""
     if record.counts.shallow_steps:
         return record

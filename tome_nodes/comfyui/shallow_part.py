@@ -63,7 +63,7 @@ class ShallowPart:
         return self
 
     @property
-    def reason(self) -> str:
+    def reason(self) -> reasons.Reason:
         """Why no evaluation was shallow, as far as is known."""
         return self._obstacle or reasons.NEVER_SHALLOW
 
@@ -96,7 +96,7 @@ class ShallowPart:
             self._where = place_in(x_in, self._latent)
         return executor(model, conds, x_in, *others)
 
-    def stop(self, why: str) -> None:
+    def stop(self, why: reasons.Reason) -> None:
         """Run the rest whole, and drop what is kept: memory may be short."""
         log.warning("[ToMe] %s; the rest of this run goes on without shallow steps", why)
         self._obstacle = why
@@ -165,7 +165,7 @@ class ShallowPart:
         schedule, done = self._steps.schedule, self._steps.done
         return schedule[done] if index == done < len(schedule) else float(sigma.max())
 
-    def _obstacle_before(self) -> str | None:
+    def _obstacle_before(self) -> reasons.Reason | None:
         """Why no evaluation can be shallow, as far as can be told before the run."""
         schedule, count = self._steps.schedule, self._steps.total
         why = none_is_active(self._config, schedule, self._sampling.percent_to_sigma)

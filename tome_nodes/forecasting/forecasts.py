@@ -157,7 +157,7 @@ class Forecasts:
         self._noise_rises = False
         self._turns = False
         self._settled: bool | None = None
-        self._reasons: Counter[str] = Counter()
+        self._reasons: Counter[reasons.Reason] = Counter()
 
     def begin(self, step: ForecastStep, latent: Tensor) -> bool:
         """Begin a step with its noisy latent; returns whether it is forecast."""
@@ -241,7 +241,7 @@ class Forecasts:
         self._lines, self._guided = {}, None
 
     @property
-    def reason(self) -> str | None:
+    def reason(self) -> reasons.Reason | None:
         """Why nothing was forecast, in most of the steps that were to be; None if something was.
 
         Steps that the settings leave out count only if there are no others.
@@ -292,7 +292,7 @@ class Forecasts:
         self._reasons[why] += 1
         return False
 
-    def _why_all_run(self, step: ForecastStep) -> str:
+    def _why_all_run(self, step: ForecastStep) -> reasons.Reason:
         if step.count < SHORTEST:
             return reasons.too_short(step.count, SHORTEST)
         return reasons.EDIT

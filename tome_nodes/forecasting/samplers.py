@@ -26,7 +26,7 @@ class Sampler:
     apart: int = LONG
     faster: float = FASTER
 
-    def obstacle(self, levels: Sequence[float]) -> str | None:
+    def obstacle(self, levels: Sequence[float]) -> reasons.Reason | None:
         """Why nothing can be forecast in a run, as far as its noise levels show.
 
         ``levels`` is the logarithm of signal to noise of every step.

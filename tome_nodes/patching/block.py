@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import reasons
 from ..settings.policy import EVEN, Growth
 from ..strategies.plan import Grid, Plan
 from .attention_trial import Attention
@@ -91,17 +90,17 @@ class Block:
         engine, sizes = self.evaluation.engine, log_sizes.to(like.dtype)
         return KeyWeights(sizes, engine.strategy.ops, engine.ways, self.note_unweighted)
 
-    def is_large_enough(self, tokens: int) -> bool:
-        """Whether a grid has enough tokens to merge; if not, the reason is noted."""
-        if tokens >= self.model.least_tokens:
+    def is_large_enough(self, grid: Grid) -> bool:
+        """Whether a grid has enough tokens to merge; if not, it is noted."""
+        if grid.tokens >= self.model.least_tokens:
             return True
-        self.outcome.reason = self.model.too_few(tokens)
+        self.outcome.grid, self.outcome.reason = grid, None
         return False
 
     def plan_of(self, features: Tensor, grid: Grid, growth: Growth = EVEN) -> Plan | None:
         """A plan at the ratio of the current step, which grows with the grid.
 
-        If it is None, the reason is noted.
+        None if nothing is to merge; :meth:`ModelState.why_no_plan` says why.
         """
         evaluation, outcome = self.evaluation, self.outcome
         outcome.grid = grid
@@ -110,13 +109,5 @@ class Block:
         share = growth.share(evaluation.ratio, grid.tokens)
         plan = evaluation.engine.strategy.plan(features, grid, share)
         if plan is None:
-            outcome.reason = self._why_no_plan(grid, evaluation.ratio)
+            outcome.reason = None
         return plan
-
-    def _why_no_plan(self, grid: Grid, ratio: float) -> str:
-        config = self.model.config
-        if ratio == 0:
-            return reasons.NO_RATIO
-        if grid.frames == 1 and grid.cells(config.sy, config.sx).tokens == 0:
-            return reasons.no_cell(grid.height, grid.width, config.sy, config.sx)
-        return reasons.low_ratio(grid.tokens, ratio)

@@ -55,7 +55,8 @@ class Outcome:
             if none of its attentions was reached.
         plan: the plan of what merged last; None if nothing merged.
         grid: the grid for which a plan was to be made; None if none was.
-        reason: why it ran on all tokens; None if it merged or the settings leave it out.
+        reason: why it ran on all tokens; None if it merged or the settings leave it out, or, until
+            the evaluation is over, if there is no plan of its grid.
         left_out: why an attention ran on all tokens although it was to merge, as other code is in
             the way; None if none did.
         unweighted_reason: why a merged key weighed only as much as one token; None if it weighed
@@ -69,8 +70,8 @@ class Outcome:
     before: int = 0
     plan: Plan | None = None
     grid: Grid | None = None
-    reason: str | None = None
-    left_out: str | None = None
+    reason: reasons.Reason | None = None
+    left_out: reasons.Reason | None = None
     unweighted_reason: str | None = None
     is_patched: bool = False
     has_run: bool = False
@@ -114,7 +115,7 @@ class Result:
     step: int
     blocks: int
     outcomes: Sequence[Outcome] = ()
-    reason: str | None = None
+    reason: reasons.Reason | None = None
     is_active: bool = True
     is_shallow: bool = False
 
@@ -168,6 +169,20 @@ class ModelState:
         self.least_tokens = least_tokens
         self.evaluation: Evaluation | None = None
 
-    def too_few(self, tokens: int) -> str:
+    def too_few(self, tokens: int) -> reasons.Reason:
         """The reason to report if a feature map has too few tokens."""
         return reasons.too_few(tokens, self.least_tokens, self.config.min_tokens)
+
+    def why_no_plan(self, grid: Grid, ratio: float) -> reasons.Reason:
+        """The reason to report if there is no plan of a grid.
+
+        While a model is compiled, its numbers cannot be put into words.
+        """
+        config = self.config
+        if grid.tokens < self.least_tokens:
+            return self.too_few(grid.tokens)
+        if ratio == 0:
+            return reasons.NO_RATIO
+        if grid.frames == 1 and grid.cells(config.sy, config.sx).tokens == 0:
+            return reasons.no_cell(grid.height, grid.width, config.sy, config.sx)
+        return reasons.low_ratio(grid.tokens, ratio)

@@ -9,6 +9,7 @@ from torch import nn
 
 from .. import reasons
 from ..settings.config import ToMeConfig
+from ..settings.presets import FREE, settings_of
 from ..strategies.plan import Grid
 from .attention_trial import Attention
 from .block import Block
@@ -61,7 +62,7 @@ class PatchedModel(ModelState):
         self._levels = sorted(levels)
         self._overrides: dict[tuple[int, bool, bool], Overrides] = {}
         self._deepest: dict[Grid, int] = {}
-        self._too_little: dict[Grid, str | None] = {}
+        self._too_little: dict[Grid, reasons.Reason | None] = {}
         self._overridden: dict[tuple[int, bool], list[Block]] = {}
         self.blocks = [
             record.block(self, stack, index)
@@ -83,7 +84,7 @@ class PatchedModel(ModelState):
             return None
         return self._work.saved(self.config, latent, self.least_tokens, self.deepest(latent))
 
-    def too_little(self, latent: Grid) -> str | None:
+    def too_little(self, latent: Grid) -> reasons.Reason | None:
         """Why nothing merges in any block, as too little would; None if something may.
 
         Only some presets go by the work that is saved.
@@ -96,9 +97,19 @@ class PatchedModel(ModelState):
             if most < self.least_tokens and not self.observer.follows_blocks:
                 reason = self.too_few(most)
             elif saved is not None and saved < least_saved:
-                reason = reasons.saves_little(saved, least_saved)
+                reason = reasons.saves_little(saved, least_saved, self._more_merges(latent))
             self._too_little[latent] = reason
         return self._too_little[latent]
+
+    def _more_merges(self, latent: Grid) -> bool:
+        """Whether the preset that merges more would merge, where its own saves too little."""
+        more = self.config.policy.more
+        if not more:
+            return False
+        free = {name: getattr(self.config, name) for name in FREE}
+        config = ToMeConfig(**settings_of(more, free))
+        model = PatchedModel(config, self.record, self.model, Observer())
+        return model.too_little(latent) is None
 
     def attentions(self) -> set[Attention]:
         """The attention functions that its blocks will call, as far as the host tells."""
@@ -136,6 +147,8 @@ class PatchedModel(ModelState):
                 if evaluation.by_stack:
                     outcome.blocks = block.covered
                 outcome.complete()
+                if outcome.grid is not None and outcome.plan is None and outcome.reason is None:
+                    outcome.reason = self.why_no_plan(outcome.grid, evaluation.ratio)
                 outcomes.append(outcome)
         return outcomes
 

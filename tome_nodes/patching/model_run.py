@@ -55,7 +55,7 @@ class Request(NamedTuple):
     latent: Grid
     device: torch.device
     dtype: torch.dtype
-    obstacle: str | None = None
+    obstacle: reasons.Reason | None = None
     may_be_patched: bool = True
     left_out: Set[nn.Module] = frozenset()
 
@@ -73,7 +73,7 @@ class Begun(NamedTuple):
 
     lock: RLock
     step: MergingStep
-    obstacle: str | None
+    obstacle: reasons.Reason | None
     evaluation: Evaluation | None
     is_shallow: bool
 
@@ -114,7 +114,7 @@ class ModelRun:
     ):
         self.model = PatchedModel(config, record, model, observer)
         self.engine: Engine | None = None
-        self.stopped: str | None = None
+        self.stopped: reasons.Reason | None = None
         self.may_compile = True
         self._may_merge = False
         self._config = config
@@ -246,7 +246,7 @@ class ModelRun:
         finally:
             begun.lock.release()
 
-    def _obstacle(self, request: Request) -> str | None:
+    def _obstacle(self, request: Request) -> reasons.Reason | None:
         """Why nothing can merge in an evaluation; None if merging may be tried."""
         if not request.step.is_active:
             config, begins = self._config, request.step.begins
@@ -288,7 +288,9 @@ class ModelRun:
         return self._engines[place]
 
 
-def why_stopped(error: Exception, model: nn.Module, is_shallow: bool = False) -> str | None:
+def why_stopped(
+    error: Exception, model: nn.Module, is_shallow: bool = False
+) -> reasons.Reason | None:
     """The reason to run as the plain model after an error; None if that would not help.
 
     If a shallow evaluation failed, the whole one helps, or fails in the same way. A model that

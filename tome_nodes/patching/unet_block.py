@@ -59,7 +59,7 @@ class UNetCalls:
     source: str = ""
     weigh_keys: WeighKeys | None = None
     weigh_stack: Callable[..., Called] | None = None
-    in_the_way: Callable[[Any], str | None] | None = None
+    in_the_way: Callable[[Any], reasons.Reason | None] | None = None
     shapes: Callable[..., tuple[Shape | None, Shape | None]] | None = None
     stored: Callable[[nn.Module], Attention | None] = lambda attention: None
 
@@ -172,8 +172,9 @@ class UNetBlock(Block):
                 outcome.is_patched = in_modules = True
             if in_modules:
                 if config.merge_attn or config.merge_crossattn or config.merge_mlp:
-                    outcome.reason = reasons.ATTENTION_REPLACED
                     self._plan = self._plan_of_modules(shared, x, grid)
+                    if self._plan is not None:
+                        outcome.reason = reasons.ATTENTION_REPLACED
                 else:
                     outcome.reason = reasons.ALL_OFF
                 return forward(x, *args, **kwargs)
@@ -238,7 +239,7 @@ class UNetBlock(Block):
     ) -> Grid | None:
         """The grid of the block's tokens; None if they may not merge.
 
-        The reason is noted, except at a level that the settings leave out. ``args`` and ``kwargs``
+        Why is noted, except at a level that the settings leave out. ``args`` and ``kwargs``
         are the block's arguments after the tokens.
         """
         evaluation, shapes, count = self.evaluation, self.calls.shapes, x.shape[1]
@@ -261,7 +262,8 @@ class UNetBlock(Block):
             is_deeper = height < -(-tall // times) or width < -(-wide // times)
         if is_deeper:
             return None
-        return Grid(height, width) if self.is_large_enough(count) else None
+        grid = Grid(height, width)
+        return grid if self.is_large_enough(grid) else None
 
     def _run_module(self, module: Any) -> Forward:
         """The forward of a feed-forward network, or of an attention whose queries merge."""

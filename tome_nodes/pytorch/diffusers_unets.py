@@ -98,7 +98,7 @@ def _processor_class(attention: Any) -> type:
     return type(getattr(attention, "processor", attention))
 
 
-def _processor_in_the_way(attention: Any) -> str | None:
+def _processor_in_the_way(attention: Any) -> reasons.Reason | None:
     if _is_known(attention):
         return None
     return reasons.unknown_processor(_processor_class(attention).__name__)
@@ -129,7 +129,7 @@ class DiffusersUNets(UNetHost):
         levels = getattr(scheduler, "config", {}).get("num_train_timesteps") or TIMESTEPS
         return [(unet, UNetContext(levels, Scheduling(model)))]
 
-    def obstacle(self, unet: nn.Module, config: ToMeConfig) -> str | None:
+    def obstacle(self, unet: nn.Module, config: ToMeConfig) -> reasons.Reason | None:
         if torch.is_grad_enabled() and unet.is_gradient_checkpointing:
             return reasons.RECOMPUTED
         fused = any(getattr(module, "fused_projections", False) for module in unet.modules())
@@ -155,7 +155,7 @@ class DiffusersUNets(UNetHost):
         *others, last = layers
         return DeepBlocks([*left_out, *((each, "forward", no_channels) for each in others)], last)
 
-    def whole_only(self, unet: Any) -> str | None:
+    def whole_only(self, unet: Any) -> reasons.Reason | None:
         if any(map(_is_streamed, unet.modules())) or _is_led(unet.up_blocks[-1]):
             return reasons.STREAMED
         for processor in unet.attn_processors.values():

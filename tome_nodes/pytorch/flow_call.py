@@ -96,7 +96,9 @@ class FlowCall:
         return F.pad(flow, (0, 0, 0, behind)).to(self.value.dtype)
 
 
-def flow_call(network: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> FlowCall | str:
+def flow_call(
+    network: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> FlowCall | reasons.Reason:
     """A call of a transformer of diffusers with some arguments, or why it cannot be forecast."""
     kinds: Any = type(network).__mro__
     own = next((kind for kind in kinds if kind.__module__.startswith("diffusers.")), None)

@@ -12,6 +12,7 @@ from torch import nn
 from torch._dynamo.decorators import skip
 
 from ..ranks import Ranks
+from ..reasons import Reason
 from ..settings.config import ToMeConfig
 from .flow_call import FlowCall, flow_call
 from .patched_calls import PatchedCalls
@@ -53,9 +54,12 @@ class ForecastCalls(PatchedCalls):
     ) -> tuple[PipelineRun, FlowCall] | None:
         """Begin a call; None, and a warning once, if it is not known which run it belongs to."""
         call = flow_call(self.network, args, kwargs)
-        run = call if isinstance(call, str) else self._runs.begin(call, self._config)
-        if isinstance(call, str) or isinstance(run, str):
-            self._runs.warn(str(run))
+        if isinstance(call, Reason):
+            self._runs.warn(call)
+            return None
+        run = self._runs.begin(call, self._config)
+        if isinstance(run, Reason):
+            self._runs.warn(run)
             return None
         return run, call
 

@@ -49,7 +49,7 @@ class LdmUNets(UNetHost):
             return []
         return [(unet, UNetContext(getattr(model, "num_timesteps", None) or TIMESTEPS))]
 
-    def obstacle(self, unet: nn.Module, config: ToMeConfig) -> str | None:
+    def obstacle(self, unet: nn.Module, config: ToMeConfig) -> reasons.Reason | None:
         if torch.is_grad_enabled() and any(
             getattr(module, "checkpoint", False) for module in unet.modules()
         ):

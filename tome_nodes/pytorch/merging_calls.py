@@ -166,7 +166,7 @@ class MergingCalls(PatchedCalls):
     def warn_of_tracing(self) -> None:
         self._warn(reasons.TRACED)
 
-    def _warn(self, reason: str) -> None:
+    def _warn(self, reason: reasons.Reason) -> None:
         """Log why nothing merges, once."""
         self._once.warn(f"nothing merged: {reason}")
 
@@ -216,7 +216,7 @@ class MergingCalls(PatchedCalls):
             request, keys, self._unets.shallow_arguments(args, kwargs) if is_shallow else None
         )
 
-    def _obstacle(self) -> str | None:
+    def _obstacle(self) -> reasons.Reason | None:
         """Why the UNet cannot merge tokens in its current state, None if it can."""
         # Weights that are offloaded come in when they are called for.
         places = {weight.device for weight in self.network.parameters()}
@@ -259,7 +259,7 @@ class MergingCalls(PatchedCalls):
         self._run.shallow.keep(keys, came)
 
     @torch.compiler.disable
-    def _stopped(self, error: Exception, is_shallow: bool) -> str | None:
+    def _stopped(self, error: Exception, is_shallow: bool) -> reasons.Reason | None:
         """Why the rest of this run is whole after an error; None if that would not help."""
         why = why_stopped(error, self.network, is_shallow)
         if why is not None and self._run is not None:
@@ -295,17 +295,17 @@ class MergingCalls(PatchedCalls):
         counts = Counts()
         counts.note(result)
         # Its numbers may change from step to step, so the line itself does not tell. To count what
-        # was saved, or would be, takes time.
+        # was saved takes time.
         obstacle = None if counts.merged else counts.most_common_reason
         kind = self._latent, bool(counts.merged), obstacle, *log_line.deviations(counts)
         if not self._once.is_new(kind):
             return
         record = self._finish(counts, {})
-        if self._run is not None and self._run.obstacle is None:
-            # Steps may still be shallow, so there is nothing to advise.
-            record = replace(record, prospects=None)
-        if record.nothing is not None:
-            self._once.warn(record.nothing)
+        why = record.unmerged
+        if why is not None:
+            # Steps may still be shallow, so ToMe is not to be left out.
+            is_open = self._run is not None and self._run.obstacle is None
+            self._once.warn(f"nothing merged: {why.why if is_open and not why.helps else why}")
         elif record.gain is not None:
             self._once.info(f"{record.line}; {record.gain.words}")
 
@@ -322,7 +322,7 @@ class MergingCalls(PatchedCalls):
             return record
         return replace(record, unshallow=self._unshallow(run))
 
-    def _unshallow(self, run: UNetRun) -> str:
+    def _unshallow(self, run: UNetRun) -> reasons.Reason:
         """Why no evaluation of a run was shallow, as far as is known."""
         if run.was_active:
             return run.reason

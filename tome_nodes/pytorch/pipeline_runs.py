@@ -41,7 +41,7 @@ _ROUNDING = 0.01
 """The most that a timestep may be off, as a whole number or in bfloat16."""
 
 
-def _method_of(scheduler: Any) -> Sampler | str:
+def _method_of(scheduler: Any) -> Sampler | reasons.Reason:
     """What is known of a scheduler as it is configured, or why nothing is forecast under it."""
     unknown = reasons.unknown_scheduler(type(scheduler).__name__)
     method = _METHODS.get(type(scheduler).__name__)
@@ -85,7 +85,7 @@ class PipelineRun:
         self.call = -1
         self._method = method
         self._config = config
-        self._obstacle: str | None = None
+        self._obstacle: reasons.Reason | None = None
         # One more than there are timesteps, once it was told the steps.
         self._levels: list[float] = scheduler.sigmas.tolist()
         self._log_snrs: list[float] = []
@@ -94,7 +94,7 @@ class PipelineRun:
         self._index: int | None = None
         self._calls_before = 0
 
-    def begin(self, call: FlowCall) -> str | None:
+    def begin(self, call: FlowCall) -> reasons.Reason | None:
         """Begin a call; return why it is not known to be of this run, None if it is."""
         index, count = self._index_of(call), len(self.timesteps)
         # Without the level after the last step, the scheduler was not told the steps.
@@ -200,11 +200,11 @@ class PipelineRuns:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._scheduling,)
 
-    def begin(self, call: FlowCall, config: ToMeConfig) -> PipelineRun | str:
+    def begin(self, call: FlowCall, config: ToMeConfig) -> PipelineRun | reasons.Reason:
         """The run that a call belongs to, which has begun it; else why it cannot be forecast."""
         scheduler = self._scheduling.scheduler
         method = _method_of(scheduler)
-        if isinstance(method, str):
+        if isinstance(method, reasons.Reason):
             return method
         run: PipelineRun | None = getattr(self._of_thread, "run", None)
         if run is None or run.timesteps is not scheduler.timesteps:
@@ -219,6 +219,6 @@ class PipelineRuns:
         """
         self._of_thread.run = None
 
-    def warn(self, reason: str) -> None:
+    def warn(self, reason: reasons.Reason) -> None:
         """Log why nothing was forecast, once."""
         self.once.warn(f"nothing was forecast: {reason}")

@@ -58,7 +58,7 @@ class UNetRun:
         self.counts = Counts()
         self.begun: dict[int, float] = {}
         self.index = -1
-        self.obstacle: str | None = None
+        self.obstacle: reasons.Reason | None = None
         self.is_known = False
         self.was_active = False
         self.is_reported = False
@@ -151,19 +151,19 @@ class UNetRun:
         return self.is_last and len(self._conditions) >= len(self._before)
 
     @property
-    def reason(self) -> str:
+    def reason(self) -> reasons.Reason:
         """Why no evaluation was shallow, as far as is known."""
         count, least = self._count, shortest(self._ratio)
         if self.obstacle is None and count is not None and count < least:
             return reasons.too_short_for_shallow(count, least)
         return self.obstacle or self._why_whole
 
-    def run_whole(self, why: str) -> None:
+    def run_whole(self, why: reasons.Reason) -> None:
         """Run the rest of this evaluation whole, which would be shallow."""
         self.shallow.is_shallow = False
         self._why_whole = why
 
-    def stop(self, why: str) -> None:
+    def stop(self, why: reasons.Reason) -> None:
         """Run the rest whole, and drop what is kept."""
         self.obstacle = why
         self.shallow.clear()

@@ -5,6 +5,7 @@ from typing import Any
 
 from ..patching.deep_blocks import DeepBlocks
 from ..patching.unet import UNetRecord
+from ..reasons import Reason
 from ..settings.config import ToMeConfig
 from .arguments import total, traits
 
@@ -21,7 +22,7 @@ class UNets:
 
     record: UNetRecord
 
-    def obstacle(self, unet: Any, config: ToMeConfig) -> str | None:
+    def obstacle(self, unet: Any, config: ToMeConfig) -> Reason | None:
         """Why a UNet cannot merge tokens in its current state, None if it can."""
         raise NotImplementedError
 
@@ -29,7 +30,7 @@ class UNets:
         """All blocks of a UNet but the outermost ones; None if they are not as known."""
         raise NotImplementedError
 
-    def whole_only(self, unet: Any) -> str | None:
+    def whole_only(self, unet: Any) -> Reason | None:
         """Why all blocks of a UNet have to run in its current state, None if they do not."""
         return None
 

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Set
 
 from ..patching.evaluation import Result
+from ..reasons import Reason
 
 
 class Counts:
@@ -12,7 +13,6 @@ class Counts:
     Attributes:
         total_steps: number of steps of the run, 0 if the host does not know it.
         blocks_present: number of transformer blocks of the model.
-        most_tokens: number of tokens of the largest feature map that entered a block.
         frames: number of frames in the latent; 1 for a picture.
         merged: by the size in tokens of a feature map and the block that merged it, to how many
             tokens.
@@ -27,19 +27,18 @@ class Counts:
     def __init__(self, total_steps: int = 0):
         self.total_steps = total_steps
         self.blocks_present = 0
-        self.most_tokens = 0
         self.frames = 1
         self.merged: dict[int, dict[str, set[int]]] = {}
         self.patched_blocks: set[str] = set()
-        self.left_out: dict[str, set[str]] = {}
+        self.left_out: dict[Reason, set[str]] = {}
         self.unweighted_reasons: set[str] = set()
         self.merged_steps: set[int] = set()
         self.forecast_steps: Set[int] = set()
         self._shallow: set[int] = set()
         self._whole: set[int] = set()
         self._seen: set[tuple[int, tuple[str, ...], int]] = set()
-        self._reasons: Counter[str] = Counter()
-        self._reasons_of_idle: Counter[str] = Counter()
+        self._reasons: Counter[Reason] = Counter()
+        self._reasons_of_idle: Counter[Reason] = Counter()
 
     def note(self, result: Result) -> None:
         """Add an evaluation to the counts."""
@@ -50,8 +49,6 @@ class Counts:
             found[result.reason] += 1
         has_merged = False
         for outcome in result.outcomes:
-            if outcome.before > self.most_tokens:
-                self.most_tokens = outcome.before
             if outcome.grid is not None and outcome.grid.frames > self.frames:
                 self.frames = outcome.grid.frames
             if outcome.plan is not None:
@@ -90,7 +87,7 @@ class Counts:
         return len(set().union(*self.merged.values()))
 
     @property
-    def most_common_reason(self) -> str | None:
+    def most_common_reason(self) -> Reason | None:
         """The most common reason why blocks or whole evaluations merged nothing, None if unknown.
 
         Reasons of evaluations that were not meant to merge count only if there are no others.

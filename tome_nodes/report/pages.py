@@ -116,8 +116,7 @@ def tuning_page(findings: Found) -> Page:
 def in_words(run: RunRecord) -> list[str]:
     """The report of a run, line by line: what happened, whether it helped, what to do, the rest."""
     counts = run.counts
-    # Where prospects are known, the first line says what would help.
-    hint = hint_for(run) if run.prospects is None else None
+    hint = hint_for(run)
     if run.nothing is not None:
         lines = [run.nothing[0].upper() + run.nothing[1:]]
     else:
@@ -151,17 +150,14 @@ def in_words(run: RunRecord) -> list[str]:
 def hint_for(run: RunRecord) -> str | None:
     """What to change, if the settings gain nothing or less than they could; else None."""
     config, counts, strategy = run.config, run.counts, strategy_class(run.config)
-    largest = max(counts.merged, default=counts.most_tokens)
-    least = config.policy.least_tokens
-    if 0 < largest < least:
-        longer = (least / largest) ** 0.5
-        custom = "; or, under preset custom, set min_tokens to 0 to leave small maps alone"
-        return (
-            f"make the picture {longer:.1f} times as wide and high, as merging is worth it from "
-            f"about {least} tokens on{custom if config.min_tokens else ''}."
-        )
     if not counts.merged:
         return None
+    least = config.policy.least_tokens
+    if max(counts.merged) < least:
+        return (
+            f"merging is worth it from about {least} tokens on; make the picture larger, or, under "
+            "preset custom, set min_tokens to 0 to leave small maps alone."
+        )
     cap = strategy.ratio_cap(config, counts.frames)
     if config.largest_ratio > cap:
         return (

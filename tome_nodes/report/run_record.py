@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from .. import reasons
 from ..patching.model_run import ModelRun
-from ..patching.prospects import Prospects, prospects_of
 from ..settings.config import ToMeConfig
 from ..strategies.plan import Grid
 from . import log_line
@@ -28,7 +27,6 @@ class RunRecord:
         unmerged: why nothing was merged; None if something was, or if nothing was to be.
         unforecast: the same of forecasts.
         unshallow: the same of shallow steps.
-        prospects: what would help merging, if ``unmerged`` does not say what to do.
         stopped: why merging stopped in the run, such as too little memory; None if it did not.
         gain: what the run gained; None if nothing was merged or skipped.
         backend: for example ``torch``, with the reason if it is not Triton; None if the run never
@@ -39,32 +37,28 @@ class RunRecord:
     model: str
     config: ToMeConfig
     counts: Counts
-    unmerged: str | None = None
-    unforecast: str | None = None
-    unshallow: str | None = None
-    prospects: Prospects | None = None
-    stopped: str | None = None
+    unmerged: reasons.Reason | None = None
+    unforecast: reasons.Reason | None = None
+    unshallow: reasons.Reason | None = None
+    stopped: reasons.Reason | None = None
     gain: Gain | None = None
     backend: str | None = None
     recording: Recording | None = None
 
     @property
     def nothing(self) -> str | None:
-        """Why nothing was done, and the least change that would help; None if anything was."""
+        """Why nothing was done, and one thing to do; None if anything was."""
         if self.counts.merged or self.counts.skipped_steps:
             return None
         unskipped, what = self._unskipped
         if self.unmerged is not None and self.unmerged == unskipped:
             return f"nothing merged, and {what}: {self.unmerged}"
-        both = [("nothing merged", self.unmerged), (what, unskipped)]
-        advice = ""
-        if self.prospects is not None:
-            own = None
-            if unskipped is not None:
-                why, own = reasons.split(unskipped)
-                both[1] = what, why
-            advice = f"; {_least_change(self.prospects, own)}"
-        return "; ".join(f"{what}: {why}" for what, why in both if why is not None) + advice
+        both = ("nothing merged", self.unmerged), (what, unskipped)
+        told = [(what, reason) for what, reason in both if reason is not None]
+        # What is to be done stands last, behind its reason: the first that helps, if any does.
+        best = min(told, key=lambda each: not each[1].helps)
+        told.sort(key=lambda each: each is best)
+        return "; ".join([*(f"{what}: {reason.why}" for what, reason in told), best[1].do])
 
     @property
     def line(self) -> str:
@@ -77,11 +71,10 @@ class RunRecord:
         unskipped, what = self._unskipped
         if unskipped is None:
             return done
-        why, advice = reasons.split(unskipped)
-        return f"{done}; {what}: {unskipped if reasons.helps(advice) else why}"
+        return f"{done}; {what}: {unskipped if unskipped.helps else unskipped.why}"
 
     @property
-    def _unskipped(self) -> tuple[str | None, str]:
+    def _unskipped(self) -> tuple[reasons.Reason | None, str]:
         """Why the model ran in all steps, and what did not happen to any of them, in words."""
         if self.unshallow is not None:
             return self.unshallow, "no step was shallow"
@@ -101,18 +94,11 @@ class RunRecord:
         log.log(level, "[ToMe] %s%s%s%s", where, count, self.line, gain)
 
 
-def _least_change(prospects: Prospects, of_shallow: str | None) -> str:
-    """What to do: the least change that helps merging, or what is to be done for shallow steps."""
-    if prospects.is_preset or of_shallow is None or not reasons.helps(of_shallow):
-        return prospects.advice
-    return of_shallow
-
-
 def forecast_record(
     name: str,
     config: ToMeConfig,
     counts: Counts,
-    unforecast: str | None,
+    unforecast: reasons.Reason | None,
     begun: Callable[[], Mapping[int, float]],
 ) -> RunRecord:
     """The record of a run whose steps were forecast, or were to be.
@@ -151,9 +137,7 @@ def merging_record(
     if obstacle is None and model.shallowest > model.max_downsample:
         obstacle = reasons.levels_left_out(model.max_downsample, model.shallowest)
     obstacle = obstacle or reasons.NOT_CALLED
-    prospects = gain = None
-    if not counts.merged:
-        prospects = prospects_of(model, latent, obstacle)
+    gain = None
     if counts.merged or counts.skipped_steps:
         saved = model.saved(latent)
         gain = gain_of(counts, model.config, begun(), saved, model.shallowest, gpu_waited)
@@ -162,7 +146,6 @@ def merging_record(
         config=model.config,
         counts=counts,
         unmerged=None if counts.merged else reasons.named(obstacle, others),
-        prospects=prospects,
         stopped=run.stopped,
         backend=None if engine is None else engine.backend(),
         recording=recording,

@@ -27,6 +27,10 @@ BEGUN = -4.0
 """A run that begins above this logarithm of signal to noise has its picture from the start, as a
 second pass has."""
 
+COARSE = 2.0
+"""Where that logarithm grows by so many times the mean of the run in the last step, the end of the
+run is coarse. It is not under the schedulers karras and exponential."""
+
 LONG = 4.0
 """Where the last step begins below this, it changes much of the picture, so it is whole."""
 
@@ -38,8 +42,8 @@ def whole_evaluations(ratio: float, levels: Sequence[float]) -> frozenset[int]:
     """The whole ones of the evaluations of a run, from 0; the others are shallow.
 
     They are dense at first: each gap is longer than the one before, and by more each time. If the
-    run has its picture from the start, gaps grow evenly. There are fewer whole ones as ``ratio``
-    grows; at a ratio of 0, all evaluations are whole.
+    run has its picture from the start and its end is coarse, gaps grow evenly. There are fewer
+    whole ones as ``ratio`` grows; at a ratio of 0, all evaluations are whole.
 
     In noise without a picture, below :data:`BLANK`, features hardly change, so most of the
     evaluations there are shallow before any other is.
@@ -58,9 +62,15 @@ def whole_evaluations(ratio: float, levels: Sequence[float]) -> frozenset[int]:
     end = {total - 1} if levels[-1] < LONG and blank < total else set[int]()
     rest = total - blank - len(end)
     of_rest = min(shallow - of_blank, max(0, rest - LEAST + len(end)))
-    order = 2 if levels[0] > BEGUN else 3
+    order = 2 if levels[0] > BEGUN and _is_coarse(levels) else 3
     between = _dense_at_first(rest, of_rest, order)
     return frozenset(begin | {blank + index for index in between} | end)
+
+
+def _is_coarse(levels: Sequence[float]) -> bool:
+    """Whether the end of a run is coarse, see :data:`COARSE`."""
+    steps = sorted({*levels})
+    return steps[-1] - steps[-2] > COARSE * (steps[-1] - steps[0]) / (len(steps) - 1)
 
 
 def _dense_at_first(total: int, shallow: int, order: int) -> Iterable[int]:

@@ -144,10 +144,10 @@ class AttentionBlock(Block):
         if mask is not None and not _is_over(mask, tokens):
             outcome.reason = reasons.ATTENTION_MASKED
             return None
-        return start if self.is_large_enough(evaluation.latent.tokens) else None
+        return start if self.is_large_enough(evaluation.latent) else None
 
     def _part(self, flat_k: Tensor, start: int) -> "Part | None":
-        """How the picture's keys merge, given all keys; None, and the reason noted, if none do."""
+        """How the picture's keys merge, given all keys; None if none do."""
         grid = self.evaluation.latent
         behind = flat_k.shape[1] - start - grid.tokens
         plan = self.plan_of(flat_k.narrow(1, start, grid.tokens), grid)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ...patching.attention_trial import Attention
 from ...patching.model import ModelRecord
+from ...reasons import Reason
 from ...settings.config import ToMeConfig
 from ...strategies.plan import Grid
 
@@ -35,7 +36,7 @@ class ComfyRecord(ModelRecord, Protocol):
     def changed_part(self, model: Any) -> str | None:
         """The name of the first part of a model that has changed in ComfyUI, None if none has."""
 
-    def obstacle(self, model: nn.Module, conditions: Mapping[str, Any]) -> str | None:
+    def obstacle(self, model: nn.Module, conditions: Mapping[str, Any]) -> Reason | None:
         """Why nothing in a model can merge in an evaluation, None if something may.
 
         ``conditions`` are the arguments of the model, by name, besides the latent.

@@ -72,7 +72,7 @@ class Transformer:
     def in_effect(self, config: ToMeConfig) -> ToMeConfig:
         return replace(config, attn_tokens="k,v", scope="module")
 
-    def obstacle(self, model: nn.Module, conditions: Mapping[str, Any]) -> str | None:
+    def obstacle(self, model: nn.Module, conditions: Mapping[str, Any]) -> reasons.Reason | None:
         blocks = [block for stack in self.stacks(model) for block in stack.blocks]
         if not all(map(_is_of_the_host, blocks)):
             return reasons.BLOCKS_REPLACED

@@ -227,7 +227,7 @@ class ComfyUNet(UNetRecord):
                     return f"{type(block).__name__}{part}"
         return None
 
-    def obstacle(self, model: nn.Module, conditions: Mapping[str, Any]) -> str | None:
+    def obstacle(self, model: nn.Module, conditions: Mapping[str, Any]) -> reasons.Reason | None:
         return None
 
 
