@@ -41,7 +41,8 @@ OTHER_KEYS = (
 BLOCKS_REPLACED = "another node replaces the transformer blocks; leave one of the two out"
 
 NOT_CALLED = (
-    "another node runs the model by itself, so ToMe sees nothing of it; leave one of the two out"
+    "another node or other code runs the model by itself, so ToMe sees nothing of it; leave one of "
+    "the two out"
 )
 
 CORE_TOME = "core's node TomePatchModel merges the same tokens; remove that node"
