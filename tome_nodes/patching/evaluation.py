@@ -56,6 +56,8 @@ class Outcome:
         plan: the plan of what merged last; None if nothing merged.
         grid: the grid for which a plan was to be made; None if none was.
         reason: why it ran on all tokens; None if it merged or the settings leave it out.
+        only_keys: whether what merged is only keys and values, as a preset has it at levels with
+            most tokens.
         left_out: why an attention ran on all tokens although it was to merge, as other code is in
             the way; None if none did.
         unweighted_reason: why a merged key weighed only as much as one token; None if it weighed
@@ -70,6 +72,7 @@ class Outcome:
     plan: Plan | None = None
     grid: Grid | None = None
     reason: str | None = None
+    only_keys: bool = False
     left_out: str | None = None
     unweighted_reason: str | None = None
     is_patched: bool = False
