@@ -37,7 +37,15 @@ from ..report.run_record import RunRecord, forecast_record
 from ..settings.config import ToMeConfig
 from .advice import samplers_instead, scheduler_instead
 from .conditions import conditions_of, names_of
-from .guided_answers import Latents, is_cached, none_is_active, options_of, place_in, wrapped
+from .guided_answers import (
+    Latents,
+    is_cached,
+    none_is_active,
+    options_of,
+    place_in,
+    seen_by_guidance,
+    wrapped,
+)
 from .step_count import StepCount
 
 
@@ -110,7 +118,10 @@ class ForecastPart:
     def installed(self) -> Iterator[None]:
         """Take part in the run; afterwards, no latent is kept of it."""
         try:
-            with wrapped(self._guider, self.predict_noise, self.calc_cond_batch):
+            with (
+                wrapped(self._guider, self.predict_noise, self.calc_cond_batch),
+                seen_by_guidance(self._guider, self.see_parts),
+            ):
                 yield
         finally:
             self._clear()
@@ -174,10 +185,18 @@ class ForecastPart:
         if found is None:
             answers = executor(model, conds, x_in, timestep, model_options)
             found = self._forecasts.observe(step, torch.stack([*answers]), call)
-        if x_in.shape == latent.shape:
-            # Guidance may change them in place.
-            self._parts += found.detach().clone().unbind()
+        # Of windows, guidance gets what is put together. What comes after that is not known.
+        is_whole = x_in.shape == latent.shape
+        # Guidance may change them in place.
+        self._parts = [*self._parts, *found.detach().clone().unbind()] if is_whole else []
         return [*found.unbind()]
+
+    def see_parts(self, given: Mapping[str, Any]) -> Any:
+        """See the answers that guidance gets, if they came in other shapes."""
+        answers = given["conds_out"]
+        if self._step is not None and not self._parts:
+            self._parts = [each.detach().clone() for each in answers]
+        return answers
 
     def _step_of(
         self, latent: Tensor, sigma: float, options: Mapping[str, Any]
