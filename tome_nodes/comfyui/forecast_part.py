@@ -30,7 +30,7 @@ from ..forecasting.steps import (
     log_snrs,
     steps_that_run,
 )
-from ..forecasting.trajectory import has_memory
+from ..forecasting.trajectory import has_memory, jumps, scale_of
 from ..patching.schedule import is_active
 from ..report.counts import Counts
 from ..report.run_record import RunRecord, forecast_record
@@ -78,6 +78,8 @@ class ForecastPart:
         self._latent: Tensor | None = None
         self._calls: Counter[Hashable] = Counter()
         self._parts: list[Tensor] = []
+        self._added: list[Tensor] = []
+        self._scale: float | None = None
         self._was_called = False
         self._shown = 0
         self._config = config
@@ -147,11 +149,10 @@ class ForecastPart:
             return executor(*args, **kwargs)
         self._latent = latent
         calls, self._calls = self._calls, Counter()
-        before, self._parts = self._parts, []
+        before, self._parts, self._added = self._parts, [], []
         answer = executor(*args, **kwargs)
         # Whoever else gets it may change it in place.
         kept = answer.detach().clone()
-        self._latents.note(kept)
         self._forecasts.note_guided(step, kept)
         if calls and self._calls != calls:
             # What came second may have come first before.
@@ -160,7 +161,26 @@ class ForecastPart:
         if len(before) == len(parts) > 1 and has_memory(kept, parts, before):
             self._reason = reasons.MOMENTUM
             self._clear()
+        if (missing := self._missing_after_jump(step, kept)) is not None:
+            answer = kept = kept + missing
+        self._latents.note(kept)
         return answer
+
+    def _missing_after_jump(self, step: ForecastStep, guided: Tensor) -> Tensor | None:
+        """What a guided answer lacks if the scale has jumped; None if it lacks nothing.
+
+        What was added to the answers makes up for forecasts, which were guided with the scale
+        before.
+        """
+        before, now = self._scale, scale_of(guided, self._parts)
+        self._scale = now
+        if before is None or now is None or not jumps(before, now):
+            return None
+        self._forecasts.note_jump(step)
+        if len(self._added) != 2:
+            return None
+        first, second = self._added
+        return (before - now) * (first - second)
 
     def calc_cond_batch(
         self,
@@ -182,11 +202,14 @@ class ForecastPart:
         self._was_called = True
         call = *known, self._calls[known]
         found = self._forecasts.predict(step, call)
+        is_whole = x_in.shape == latent.shape
         if found is None:
             answers = executor(model, conds, x_in, timestep, model_options)
-            found = self._forecasts.observe(step, torch.stack([*answers]), call)
+            given = torch.stack([*answers])
+            found = self._forecasts.observe(step, given, call)
+            if found is not given and is_whole:
+                self._added += (found - given).unbind()
         # Of windows, guidance gets what is put together. What comes after that is not known.
-        is_whole = x_in.shape == latent.shape
         # Guidance may change them in place.
         self._parts = [*self._parts, *found.detach().clone().unbind()] if is_whole else []
         return [*found.unbind()]
@@ -262,7 +285,7 @@ class ForecastPart:
     def _clear(self) -> None:
         """Keep no latent any more."""
         self._step = self._latent = None
-        self._parts = []
+        self._parts, self._added = [], []
         self._latents.clear()
         self._forecasts.restart()
 
