@@ -58,7 +58,7 @@ OTHER_KEYS = Reason("another node or other code gives the self-attention its own
 BLOCKS_REPLACED = Reason("another node replaces the transformer blocks", _ONE_OF_TWO)
 
 NOT_CALLED = Reason(
-    "another node runs the model by itself, so ToMe sees nothing of it", _ONE_OF_TWO
+    "another node or other code runs the model by itself, so ToMe sees nothing of it", _ONE_OF_TWO
 )
 
 CORE_TOME = Reason("core's node TomePatchModel merges the same tokens", "remove that node")

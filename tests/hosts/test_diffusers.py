@@ -58,6 +58,7 @@ from tome_nodes.patching.model import unwrapped
 from tome_nodes.pytorch.diffusers_unets import DiffusersUNets
 from tome_nodes.pytorch.patched_model import NetworkPatch
 from tome_nodes.pytorch.patched_unet import UNetContext
+from tome_nodes.pytorch.scheduling import Scheduling
 from tome_nodes.settings.config import OPTIONS, ToMeConfig
 from tome_nodes.settings.presets import settings_of
 from tome_nodes.strategies.bipartite import BipartiteStrategy
@@ -256,7 +257,8 @@ def test_picks_depend_on_the_timestep_and_not_on_the_batch(unet):
             splits.append(picks)
             return super().split(grid, picks)
 
-    NetworkPatch(ToMeConfig(min_tokens=1), DiffusersUNets(), UNetContext(), Noted).attach(unet)
+    context = UNetContext(Scheduling())
+    NetworkPatch(ToMeConfig(min_tokens=1), DiffusersUNets(), context, Noted).attach(unet)
     call(unet, 500)
     call(unet, 500.5)
     call(unet, 500, batch=1)

@@ -1,12 +1,16 @@
 """Patched models as components of other pipelines of diffusers, which ask for their classes."""
 
+import copy
+import pickle
+
 import diffusers
 import pytest
 import torch
 from common import attributes, relative_error
-from models.pipelines import Case, flux, flux_with_vae, picture, sd15, sd15_controlnet, sdxl
+from models.pipelines import Case, flux, flux_with_vae, picture, sd15, sd15_controlnet, sdxl, wan
 
 import tome_nodes
+from tome_nodes import reasons
 
 pytestmark = pytest.mark.newest_only
 
@@ -82,3 +86,107 @@ def test_the_class_stays_and_a_patched_pipeline_is_saved_as_a_plain_one(
     saved = type(case.pipeline).from_pretrained(tmp_path, **missing)
     assert type(getattr(saved, case.part)) is kind
     assert relative_error(Case(saved, **case.arguments)(), plain) < 5e-5
+
+
+class RunsBlocksItself(torch.nn.Module):
+    """What other libraries put around a model: it has what the model has, but never calls it."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name):
+        own = self._modules.get(name)
+        return getattr(self._modules["inner"], name) if own is None else own
+
+    def forward(self, *args, **kwargs):
+        return type(self.inner).forward(self.inner, *args, **kwargs)
+
+
+def wrap(case):
+    for name in ("unet", "transformer", "transformer_2"):
+        inner = getattr(case.pipeline, name, None)
+        if inner is not None:
+            setattr(case.pipeline, name, RunsBlocksItself(inner))
+
+
+def passed_by(options):
+    what = "merged" if options is UNET else "was forecast"
+    return f"[ToMe] nothing {what}: {reasons.NOT_CALLED}"
+
+
+KINDS = [(sd15, UNET), (sdxl, UNET), (flux, TRANSFORMER), (wan, TRANSFORMER)]
+
+
+@pytest.mark.parametrize(("make", "options"), KINDS)
+def test_a_patch_that_other_code_passes_by_says_so_once(make, options, log_messages):
+    case = make()
+    plain = case(4)
+    tome_nodes.apply_patch(case.pipeline, **options)
+    wrap(case)
+    for _ in range(2):
+        assert torch.equal(case(4), plain)
+    assert log_messages() == [passed_by(options)]
+
+
+@pytest.mark.parametrize(("make", "options"), [(sd15, UNET), (flux, TRANSFORMER)])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_a_copy_that_other_code_passes_by_says_so(make, options, copied, log_messages):
+    case = make()
+    tome_nodes.apply_patch(case.pipeline, **options)
+    case.pipeline = copied(case.pipeline)
+    wrap(case)
+    case(2)
+    assert log_messages() == [passed_by(options)]
+
+
+@pytest.mark.parametrize(("make", "options"), [(sd15, UNET), (flux, TRANSFORMER)])
+def test_a_patch_that_other_code_passes_by_later_says_so(make, options, log_messages):
+    case = make()
+    tome_nodes.apply_patch(case.pipeline, **options)
+    case(2)
+    before = log_messages()
+    wrap(case)
+    case(2)
+    assert log_messages() == [*before, passed_by(options)]
+
+
+def test_a_run_that_calls_a_model_says_nothing_of_other_code(log_messages):
+    """With an expert that has no step, in an interrupted run, and at what else frees memory."""
+    case = wan()
+    tome_nodes.apply_patch(case.pipeline, **TRANSFORMER)
+    case.pipeline.maybe_free_model_hooks()
+    case.pipeline.register_to_config(boundary_ratio=0.0)
+    case(4)
+
+    def stop(pipeline, *_):
+        pipeline._interrupt = True
+        return {}
+
+    case(4, callback_on_step_end=stop)
+    case.pipeline.maybe_free_model_hooks()
+    case.pipeline.scheduler.set_timesteps(4)
+    # Some pipelines do so before their first step.
+    case.network._reset_stateful_cache()
+    assert not any(reasons.NOT_CALLED in line for line in log_messages())
+
+
+def test_a_pipeline_that_shares_a_model_says_nothing_of_the_other_one(log_messages):
+    case = sd15()
+    tome_nodes.apply_patch(case.pipeline, **UNET)
+    other = from_a_picture(case, diffusers.StableDiffusionImg2ImgPipeline)
+    for each in (other, case, other):
+        each(4)
+        each.pipeline.maybe_free_model_hooks()
+    assert not any(reasons.NOT_CALLED in line for line in log_messages())
+
+
+def test_freeing_memory_still_resets_a_cache(monkeypatch):
+    case = flux()
+    tome_nodes.apply_patch(case.pipeline, **TRANSFORMER)
+    seen = []
+    monkeypatch.setattr(
+        type(case.network), "_reset_stateful_cache", lambda model, recurse=True: seen.append(model)
+    )
+    case(2)
+    assert seen == [case.network]

@@ -305,36 +305,79 @@ def test_guidance_is_that_of_the_step_in_steps_that_are_forecast(models, kind):
         assert relative_error(denoised, expected) < 1e-5
 
 
+class Momentum:
+    """Guidance that adds what it keeps from step to step."""
+
+    average = 0.0
+
+    def __init__(self, in_place=False):
+        self.in_place = in_place
+
+    def __call__(self, parts):
+        self.average = parts["cond"] - parts["uncond"] - 0.5 * self.average
+        guided = parts["uncond"] + 4 * self.average
+        if self.in_place:
+            parts["uncond_denoised"].copy_(parts["input"] - guided)
+        return guided
+
+
+def with_guidance(model, guidance):
+    model = model.clone()
+    model.set_model_sampler_cfg_function(guidance)
+    return model
+
+
 @pytest.mark.parametrize("in_place", [False, True])
-def test_momentum_is_seen_whatever_keeps_it(flux, log_messages, in_place):
-    class Guidance:
-        average = 0.0
-
-        def __call__(self, parts):
-            self.average = parts["cond"] - parts["uncond"] - 0.5 * self.average
-            guided = parts["uncond"] + 4 * self.average
-            if in_place:
-                parts["uncond_denoised"].copy_(parts["input"] - guided)
-            return guided
-
-    def patched():
-        model = flux.clone()
-        model.set_model_sampler_cfg_function(Guidance())
-        return model
-
-    result = sampled(attach(patched(), fast()))
-    assert torch.equal(result, sampled(patched()))
+@pytest.mark.parametrize("has_windows", [False, True])
+def test_momentum_is_seen_whatever_keeps_it(flux, log_messages, in_place, has_windows):
+    model = windowed(flux) if has_windows else flux
+    result = sampled(attach(with_guidance(model, Momentum(in_place)), fast()))
+    assert torch.equal(result, sampled(with_guidance(model, Momentum(in_place))))
     assert log_messages() == [f"[ToMe] nothing was forecast: {reasons.MOMENTUM}"]
 
 
-@pytest.mark.parametrize(("shift", "is_forecast"), [(0, True), (1, False)])
-def test_windows_that_another_node_makes_may_stay_but_not_move(
-    flux, log_messages, shift, is_forecast
-):
-    """Whichever dimension they are of, and whatever the node is called."""
+def test_what_guidance_gets_in_parts_after_the_other_answers_is_no_momentum(flux, log_messages):
+    """Such as a blurred answer, which may look like those of the step before."""
+    before = []
+
+    def guide(args):
+        comfy.samplers.calc_cond_batch(
+            *(args["model"], [args["uncond"]], args["input"], args["sigma"], args["model_options"])
+        )
+        blurred = before[-1] if before else args["cond_denoised"]
+        before.append(args["cond_denoised"].clone())
+        return args["denoised"] + 2 * (args["cond_denoised"] - blurred)
+
+    model = windowed(flux)
+    model.set_model_sampler_post_cfg_function(guide)
+    sampled(attach(model, fast()))
+    assert log_messages()[-1].startswith("[ToMe] forecast")
+
+
+def test_what_looks_at_answers_before_guidance_is_gone_after_a_run(flux):
+    left = []
+
+    def outside(executor, *args, **kwargs):
+        result = executor(*args, **kwargs)
+        left.append(executor.class_obj.model_options.get("sampler_pre_cfg_function"))
+        return result
+
+    def unchanged(given):
+        return given["conds_out"]
+
+    model = flux.clone()
+    model.add_wrapper(WrappersMP.OUTER_SAMPLE, outside)
+    sampled(attach(model, fast()))
+    model.set_model_sampler_pre_cfg_function(unchanged)
+    sampled(attach(model, fast()))
+    assert left == [[], [unchanged]]
+
+
+def windowed(model, begin_of=lambda: 0):
+    """A model whose answers come in parts of the latent, the first of which may move."""
 
     def windows(executor, model, conds, x, timestep, options):
-        begin = shift * len(levels_of(answers)) % 3
+        begin = begin_of()
         sums, counts = [torch.zeros_like(x) for _ in conds], torch.zeros_like(x)
         for start in (begin, 5):
             place = ..., slice(start, start + 5)
@@ -345,8 +388,17 @@ def test_windows_that_another_node_makes_may_stay_but_not_move(
             counts[place] += 1
         return [whole / counts.clamp(min=1) for whole in sums]
 
-    model = flux.clone()
-    model.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, "windows", windows)
+    clone = model.clone()
+    clone.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, "windows", windows)
+    return clone
+
+
+@pytest.mark.parametrize(("shift", "is_forecast"), [(0, True), (1, False)])
+def test_windows_that_another_node_makes_may_stay_but_not_move(
+    flux, log_messages, shift, is_forecast
+):
+    """Whichever dimension they are of, and whatever the node is called."""
+    model = windowed(flux, lambda: shift * len(levels_of(answers)) % 3)
     patched, answers = seen(attach(model, fast()))
     sampled(patched)
     assert (len(levels_of(answers)) < 8) == is_forecast

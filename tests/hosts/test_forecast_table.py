@@ -21,7 +21,7 @@ from comfy.ldm.minimax import model as minimax
 from benchmarks.forecasts import __main__ as command
 from benchmarks.forecasts import cells, denoiser, sound
 from benchmarks.forecasts.cells import ASIDE, FORECAST, NONE, WRONG, Cell, Graph
-from benchmarks.forecasts.situations import SITUATIONS
+from benchmarks.forecasts.situations import SITUATIONS, Situation
 from benchmarks.forecasts.subjects import TRAINED_FLOW
 
 PLAIN = Graph("euler", 8, 3.0, True, "plain", "simple", 3.0)
@@ -175,6 +175,34 @@ def test_uneven_noise_levels_do_no_harm(shift, scheduler, steps, verdict):
     """Levels may be so close, or so far from each other, that a line leads far away."""
     cell = cells.cell(replace(PLAIN, shift=shift, scheduler=scheduler, steps=steps))
     assert cell.verdict == verdict and cell.ratio <= 1
+
+
+@pytest.mark.parametrize(
+    ("sampler", "steps", "scheduler", "shift", "share", "scale"),
+    [
+        # The answer that makes up for forecasts is the first with the new scale.
+        ("euler", 12, "normal", 3.0, 0.5, 7.0),
+        # The next step would have been forecast.
+        ("dpmpp_2m", 8, "simple", None, 0.3, 5.0),
+    ],
+)
+def test_guidance_that_begins_within_a_run_does_no_harm(
+    monkeypatch, sampler, steps, scheduler, shift, share, scale
+):
+    """By a node that says nothing of it."""
+
+    def guide(parts):
+        now = scale if 1 - float(parts["sigma"].max()) >= share else 1.0
+        return parts["uncond"] + now * (parts["cond"] - parts["uncond"])
+
+    def patch(model):
+        model = model.clone()
+        model.set_model_sampler_cfg_function(guide, disable_cfg1_optimization=True)
+        return model
+
+    monkeypatch.setitem(SITUATIONS, "jump", Situation("jump", patch))
+    cell = cells.cell(Graph(sampler, steps, 5.0, True, "jump", scheduler, shift))
+    assert cell.verdict == FORECAST and cell.change < 0.2 * cell.change_by_fewer
 
 
 def test_a_cell_that_forecasts_has_as_many_fewer_steps():

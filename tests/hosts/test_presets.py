@@ -127,3 +127,14 @@ def test_apply_patch_takes_a_preset(log_messages):
         "[ToMe] merged 3/3 blocks (256 -> 192 tokens), ratio 0.25, window, stack scope, "
         "keys and values alone at the levels with most tokens"
     ]
+
+
+@pytest.mark.parametrize("is_apart", [True, False])
+def test_the_line_of_fast_tells_of_keys_alone_only_where_they_merged(log_messages, is_apart):
+    """Attention to text, as in the x4 upscaler, merges with its stack at all levels."""
+    unet = make_unet(only_cross_attention=(not is_apart,) * 3, mid_block_type=None)
+    tome_nodes.apply_patch(unet, preset="fast")
+    call(unet, 999, grid=(32, 32))
+    (line,) = log_messages()
+    assert line.startswith("[ToMe] merged 6/6 blocks")
+    assert ("keys and values alone" in line) == is_apart

@@ -140,6 +140,14 @@ def test_a_forecast_goes_on_in_the_direction_of_the_last_change():
     assert predicted(kept, at(3, 1.5), ONE) is None
 
 
+def test_the_model_runs_in_the_step_after_the_scale_of_guidance_jumps():
+    kept = after(*KNOWN, ratio=1.0)
+    kept.note_jump(at(1, -2.0))
+    run(kept, at(2, 1.0), ONE + 2 * CHANGE)
+    assert kept.reason == reasons.CHANGES
+    assert predicted(kept, at(3, 2.0), ONE) is not None
+
+
 def test_a_forecast_adds_at_most_three_times_the_last_change():
     forecast = predicted(after(*KNOWN), at(2, 90.0), ONE)
     assert torch.allclose(forecast, ONE + CHANGE * 4, atol=1e-5)

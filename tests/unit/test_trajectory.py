@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tome_nodes.forecasting import trajectory
-from tome_nodes.forecasting.trajectory import Trajectory, has_memory
+from tome_nodes.forecasting.trajectory import Trajectory, has_memory, jumps, scale_of
 
 
 def drawn(seed, batch=2, *shape):
@@ -171,6 +171,32 @@ def test_guidance_with_a_momentum_has_a_memory(momentum):
 )
 def test_guidance_without_one_has_none(answer):
     assert not has_memory(answer, CONDITIONS[1], CONDITIONS[0])
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 7.0])
+def test_the_scale_of_guidance_is_found(scale):
+    parts = [drawn(1).half(), drawn(3).half()]
+    assert scale_of(torch.lerp(parts[1], parts[0], scale), parts) == pytest.approx(scale, abs=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("answer", "parts"),
+    [
+        (1.1 * with_momentum(0.0), CONDITIONS[1]),
+        (with_momentum(0.0).clamp(-2, 2), CONDITIONS[1]),
+        (drawn(1), [drawn(1)] * 2),
+        (drawn(1), [drawn(1)]),
+        (drawn(1), [drawn(1), drawn(2), drawn(3)]),
+    ],
+    ids=["larger", "clamped", "without a difference", "of one answer", "of three"],
+)
+def test_guidance_that_does_not_only_scale_has_no_scale(answer, parts):
+    assert scale_of(answer, parts) is None
+
+
+def test_a_scale_that_is_far_from_the_one_before_jumps():
+    assert jumps(1.0, 7.0) and jumps(7.0, 1.0) and jumps(-2.0, 2.0)
+    assert not (jumps(7.0, 7.0) or jumps(5.0, 6.0) or jumps(0.1, 0.4))
 
 
 def test_channels_of_a_video_may_be_weighed_apart():

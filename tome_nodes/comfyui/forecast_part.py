@@ -30,13 +30,21 @@ from ..forecasting.steps import (
     log_snr,
     log_snrs,
 )
-from ..forecasting.trajectory import has_memory
+from ..forecasting.trajectory import has_memory, jumps, scale_of
 from ..patching.schedule import is_active
 from ..report.counts import Counts
 from ..report.run_record import RunRecord, forecast_record
 from ..settings.config import ToMeConfig
 from .conditions import conditions_of, names_of
-from .guided_answers import Latents, is_cached, none_is_active, options_of, place_in, wrapped
+from .guided_answers import (
+    Latents,
+    is_cached,
+    none_is_active,
+    options_of,
+    place_in,
+    seen_by_guidance,
+    wrapped,
+)
 from .step_count import StepCount
 
 
@@ -69,6 +77,8 @@ class ForecastPart:
         self._latent: Tensor | None = None
         self._calls: Counter[Hashable] = Counter()
         self._parts: list[Tensor] = []
+        self._added: list[Tensor] = []
+        self._scale: float | None = None
         self._was_called = False
         self._shown = 0
         self._config = config
@@ -104,7 +114,10 @@ class ForecastPart:
     def installed(self) -> Iterator[None]:
         """Take part in the run; afterwards, no latent is kept of it."""
         try:
-            with wrapped(self._guider, self.predict_noise, self.calc_cond_batch):
+            with (
+                wrapped(self._guider, self.predict_noise, self.calc_cond_batch),
+                seen_by_guidance(self._guider, self.see_parts),
+            ):
                 yield
         finally:
             self._clear()
@@ -130,11 +143,10 @@ class ForecastPart:
             return executor(*args, **kwargs)
         self._latent = latent
         calls, self._calls = self._calls, Counter()
-        before, self._parts = self._parts, []
+        before, self._parts, self._added = self._parts, [], []
         answer = executor(*args, **kwargs)
         # Whoever else gets it may change it in place.
         kept = answer.detach().clone()
-        self._latents.note(kept)
         self._forecasts.note_guided(step, kept)
         if calls and self._calls != calls:
             # What came second may have come first before.
@@ -143,7 +155,26 @@ class ForecastPart:
         if len(before) == len(parts) > 1 and has_memory(kept, parts, before):
             self._reason = reasons.MOMENTUM
             self._clear()
+        if (missing := self._missing_after_jump(step, kept)) is not None:
+            answer = kept = kept + missing
+        self._latents.note(kept)
         return answer
+
+    def _missing_after_jump(self, step: ForecastStep, guided: Tensor) -> Tensor | None:
+        """What a guided answer lacks if the scale has jumped; None if it lacks nothing.
+
+        What was added to the answers makes up for forecasts, which were guided with the scale
+        before.
+        """
+        before, now = self._scale, scale_of(guided, self._parts)
+        self._scale = now
+        if before is None or now is None or not jumps(before, now):
+            return None
+        self._forecasts.note_jump(step)
+        if len(self._added) != 2:
+            return None
+        first, second = self._added
+        return (before - now) * (first - second)
 
     def calc_cond_batch(
         self,
@@ -165,13 +196,24 @@ class ForecastPart:
         self._was_called = True
         call = *known, self._calls[known]
         found = self._forecasts.predict(step, call)
+        is_whole = x_in.shape == latent.shape
         if found is None:
             answers = executor(model, conds, x_in, timestep, model_options)
-            found = self._forecasts.observe(step, torch.stack([*answers]), call)
-        if x_in.shape == latent.shape:
-            # Guidance may change them in place.
-            self._parts += found.detach().clone().unbind()
+            given = torch.stack([*answers])
+            found = self._forecasts.observe(step, given, call)
+            if found is not given and is_whole:
+                self._added += (found - given).unbind()
+        # Of windows, guidance gets what is put together. What comes after that is not known.
+        # Guidance may change them in place.
+        self._parts = [*self._parts, *found.detach().clone().unbind()] if is_whole else []
         return [*found.unbind()]
+
+    def see_parts(self, given: Mapping[str, Any]) -> Any:
+        """See the answers that guidance gets, if they came in other shapes."""
+        answers = given["conds_out"]
+        if self._step is not None and not self._parts:
+            self._parts = [each.detach().clone() for each in answers]
+        return answers
 
     def _step_of(
         self, latent: Tensor, sigma: float, options: Mapping[str, Any]
@@ -224,7 +266,7 @@ class ForecastPart:
     def _clear(self) -> None:
         """Keep no latent any more."""
         self._step = self._latent = None
-        self._parts = []
+        self._parts, self._added = [], []
         self._latents.clear()
         self._forecasts.restart()
 

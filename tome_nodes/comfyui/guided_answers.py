@@ -45,6 +45,25 @@ def wrapped(
             del kinds[kind][KEY]
 
 
+@contextmanager
+def seen_by_guidance(guider: Any, see: Callable[[Mapping[str, Any]], Any]) -> Iterator[None]:
+    """Show the answers to conditions that a step's guidance gets, before other code changes them.
+
+    ``see`` is called with what the host hands to such functions, and returns ``conds_out`` of it.
+    """
+    options = guider.model_options
+    others = options.get(_BEFORE_GUIDANCE, [])
+    options[_BEFORE_GUIDANCE] = [see, *others]
+    try:
+        yield
+    finally:
+        options[_BEFORE_GUIDANCE] = others
+
+
+_BEFORE_GUIDANCE = "sampler_pre_cfg_function"
+"""The host's name for the functions that it calls before guidance."""
+
+
 class Latents:
     """The latents of a run, each of which should be where the sampler was led."""
 

@@ -154,6 +154,7 @@ class Forecasts:
         self._form: Hashable = None
         self._is_forecast = False
         self._calls_end = False
+        self._jump_at: int | None = None
         self._noise_rises = False
         self._turns = False
         self._settled: bool | None = None
@@ -236,6 +237,11 @@ class Forecasts:
         elif len(line.answers) == 2:
             line.skip(step)
 
+    def note_jump(self, step: ForecastStep) -> None:
+        """Note that the scale of guidance jumped in a step, from which on the latent moves another
+        way. The model runs in the next one."""
+        self._jump_at = step.index
+
     def restart(self) -> None:
         """Forget all answers, which are no guide to the next."""
         self._lines, self._guided = {}, None
@@ -279,8 +285,10 @@ class Forecasts:
             why = reasons.FORECAST_PERCENTS
         elif self._noise_rises:
             why = reasons.NOISE_RISES
-        elif self._calls_end or self._fewest_answers < first_steps(
-            step.count, self._is_settled(step)
+        elif (
+            self._calls_end
+            or self._jump_at == step.index - 1
+            or self._fewest_answers < first_steps(step.count, self._is_settled(step))
         ):
             why = reasons.CHANGES
         elif not step.is_even:

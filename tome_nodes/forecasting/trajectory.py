@@ -26,6 +26,10 @@ _LEAST_KEPT, _MOST_LEFT = 0.003, 0.35
 and of that, less than the second is still none with the parts of the step before. A momentum leaves
 0.3 or less in some early step; nodes that guide without one leave 0.45 or more in all."""
 
+_JUMP = 0.5
+"""The scale of guidance jumps if it changes by more than this share of itself. On the exact
+denoiser, that of APG, which limits how much it adds, changes by 0.3 to 0.5."""
+
 _MOST_NOISE = 1.15
 """The most noise that a sampler adds, over the noise of the latent: LCM adds all of it. The rest is
 for chance, and for settings that add a little more."""
@@ -112,6 +116,30 @@ def has_memory(answer: Tensor, parts: Sequence[Tensor], before: Sequence[Tensor]
     left = (now - _projected(now, torch.stack(others, 1))).norm(dim=1)
     least = _LEAST_KEPT * now.norm(dim=1)
     return bool(((kept > least) & (left < _MOST_LEFT * kept)).any())
+
+
+@torch.no_grad()
+def scale_of(answer: Tensor, parts: Sequence[Tensor]) -> float | None:
+    """The scale of guidance by two answers; None if it does more or other than to scale.
+
+    This waits for the device.
+
+    Args:
+        answer: a guided answer, ``[batch, ...]``.
+        parts: the answers that it was made from, one of each condition; the second with scale 0.
+    """
+    if len(parts) != 2:
+        return None
+    now, first, second = (each.float() for each in (answer, *parts))
+    along = first - second
+    scale = ((now - second) * along).sum() / along.square().sum()
+    rest = (now - torch.lerp(second, first, scale)).norm()
+    return float(scale) if rest <= _LEAST_KEPT * now.norm() else None
+
+
+def jumps(before: float, now: float) -> bool:
+    """Whether the scale of guidance is far from that of the step before."""
+    return abs(now - before) > _JUMP * max(abs(now), abs(before), 1.0)
 
 
 def _planes(tensor: Tensor) -> Tensor:

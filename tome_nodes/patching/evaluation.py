@@ -57,6 +57,8 @@ class Outcome:
         grid: the grid for which a plan was to be made; None if none was.
         reason: why it ran on all tokens; None if it merged or the settings leave it out, or, until
             the evaluation is over, if there is no plan of its grid.
+        only_keys: whether what merged is only keys and values, as a preset has it at levels with
+            most tokens.
         left_out: why an attention ran on all tokens although it was to merge, as other code is in
             the way; None if none did.
         unweighted_reason: why a merged key weighed only as much as one token; None if it weighed
@@ -71,6 +73,7 @@ class Outcome:
     plan: Plan | None = None
     grid: Grid | None = None
     reason: reasons.Reason | None = None
+    only_keys: bool = False
     left_out: reasons.Reason | None = None
     unweighted_reason: str | None = None
     is_patched: bool = False

@@ -439,4 +439,5 @@ class UNetBlock(Block):
             outcome.reason = reasons.ATTENTION_MASKED
             return False
         outcome.before, outcome.plan = x.shape[1], plan
+        outcome.only_keys = self.merges_only_keys
         return True

@@ -125,9 +125,9 @@ class DiffusersUNets(UNetHost):
             return []
         scheduler = getattr(model, "scheduler", None)
         if scheduler is None:
-            return [(unet, UNetContext())]
+            return [(unet, UNetContext(Scheduling()))]
         levels = getattr(scheduler, "config", {}).get("num_train_timesteps") or TIMESTEPS
-        return [(unet, UNetContext(levels, Scheduling(model)))]
+        return [(unet, UNetContext(Scheduling(model), levels))]
 
     def obstacle(self, unet: nn.Module, config: ToMeConfig) -> reasons.Reason | None:
         if torch.is_grad_enabled() and unet.is_gradient_checkpointing:

@@ -17,6 +17,7 @@ from ..patching.unet import UNetRecord, layers_by_level
 from ..settings.config import ToMeConfig
 from .arguments import TIMESTEPS
 from .patched_unet import UNetContext, UNetHost
+from .scheduling import Scheduling
 from .unets import Arguments
 
 
@@ -47,7 +48,8 @@ class LdmUNets(UNetHost):
         parts = ("input_blocks", "middle_block", "output_blocks")
         if not (isinstance(unet, nn.Module) and all(hasattr(unet, name) for name in parts)):
             return []
-        return [(unet, UNetContext(getattr(model, "num_timesteps", None) or TIMESTEPS))]
+        levels = getattr(model, "num_timesteps", None) or TIMESTEPS
+        return [(unet, UNetContext(Scheduling(), levels))]
 
     def obstacle(self, unet: nn.Module, config: ToMeConfig) -> reasons.Reason | None:
         if torch.is_grad_enabled() and any(

@@ -18,6 +18,7 @@ from torch import nn
 from torch._C._dynamo import eval_frame
 from torch._dynamo.decorators import skip
 
+from .. import reasons
 from ..patching.engine import MakeStrategy
 from ..settings.config import ToMeConfig
 from ..strategies import make_strategy
@@ -49,7 +50,8 @@ class Host:
     def find(self, model: object) -> Sequence[tuple[nn.Module, Any]]:
         """The networks to patch in what a user has passed, with their contexts.
 
-        The context is what else :meth:`calls` has to know, such as the scheduler of a pipeline.
+        The context is what else :meth:`calls` has to know. As ``scheduling``, it has the
+        :class:`~tome_nodes.pytorch.scheduling.Scheduling` of the pipeline.
         """
         raise NotImplementedError
 
@@ -109,6 +111,7 @@ class NetworkPatch:
         self, model: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
         """Call a model through its host; ``forward`` calls the model itself."""
+        self.context.scheduling.is_called = True
         calls = self._calls_of(model)
         if calls.is_running:
             return forward(*args, **kwargs)
@@ -119,6 +122,12 @@ class NetworkPatch:
             calls.is_running = False
         _count_as_compiled()
         return result
+
+    def end_run(self) -> None:
+        """End a run of the pipeline; if it called no network, say so once."""
+        if self.context.scheduling.end_run():
+            what = "was forecast" if self._host.forecasts else "merged"
+            self.once.warn(f"nothing {what}: {reasons.NOT_CALLED}")
 
     @torch.compiler.disable
     def _calls_of(self, model: nn.Module) -> PatchedCalls:
@@ -198,10 +207,21 @@ def _replicate(model: nn.Module, /) -> nn.Module:
     return replica
 
 
+def _reset_stateful_cache(model: nn.Module, /, *args: Any, **kwargs: Any) -> None:
+    """Pipelines call this at the end of a run, through other code's wrappers as well."""
+    own = getattr(type(model), "_reset_stateful_cache", None)
+    if own is not None:
+        own(model, *args, **kwargs)
+    patch: NetworkPatch | None = vars(model).get(_STATE)
+    if patch is not None:
+        patch.end_run()
+
+
 # Copying and pickling ask the model for __reduce_ex__, not its class.
 _METHODS: Mapping[str, Callable[..., Any]] = {
     "_call_impl": _call,
     "__reduce_ex__": _reduce,
     "_replicate_for_data_parallel": _replicate,
+    "_reset_stateful_cache": _reset_stateful_cache,
 }
 """What a patched model has in place of methods of its class."""

@@ -17,12 +17,12 @@ class UNetContext(NamedTuple):
     """What has to be known of a UNet besides itself.
 
     Attributes:
-        levels: the number of noise levels that it was trained on.
         scheduling: knows the scheduler of its pipeline, if it has one.
+        levels: the number of noise levels that it was trained on.
     """
 
+    scheduling: Scheduling
     levels: int = TIMESTEPS
-    scheduling: Scheduling = Scheduling()
 
 
 class UNetHost(UNets, Host):
@@ -36,7 +36,7 @@ class UNetHost(UNets, Host):
             )
 
     def calls(self, patch: NetworkPatch, model: nn.Module) -> PatchedCalls:
-        levels, scheduling = patch.context
+        scheduling, levels = patch.context
         return MergingCalls(
             *(patch.config, self, model, patch.make_strategy, levels, scheduling, patch.once)
         )

@@ -188,21 +188,22 @@ class PipelineRuns:
     The models of a pipeline share them, as experts take turns in a run.
 
     Attributes:
+        scheduling: knows the scheduler of the pipeline.
         once: logs what is said of them.
     """
 
     def __init__(self, scheduling: Scheduling):
         """Follow the current scheduler."""
-        self._scheduling = scheduling
+        self.scheduling = scheduling
         self._of_thread = local()
         self.once = LogOnce()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._scheduling,)
+        return type(self), (self.scheduling,)
 
     def begin(self, call: FlowCall, config: ToMeConfig) -> PipelineRun | reasons.Reason:
         """The run that a call belongs to, which has begun it; else why it cannot be forecast."""
-        scheduler = self._scheduling.scheduler
+        scheduler = self.scheduling.scheduler
         method = _method_of(scheduler)
         if isinstance(method, reasons.Reason):
             return method

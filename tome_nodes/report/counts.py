@@ -16,6 +16,7 @@ class Counts:
         frames: number of frames in the latent; 1 for a picture.
         merged: by the size in tokens of a feature map and the block that merged it, to how many
             tokens.
+        merged_only_keys: whether a preset had any block merge only keys and values.
         patched_blocks: the blocks that merged only in their modules although the scope is stacks.
         left_out: by the reason, the blocks with an attention that ran on all tokens, as other code
             is in the way.
@@ -29,6 +30,7 @@ class Counts:
         self.blocks_present = 0
         self.frames = 1
         self.merged: dict[int, dict[str, set[int]]] = {}
+        self.merged_only_keys = False
         self.patched_blocks: set[str] = set()
         self.left_out: dict[Reason, set[str]] = {}
         self.unweighted_reasons: set[str] = set()
@@ -55,6 +57,7 @@ class Counts:
                 after = outcome.plan.slot_count
                 merged = outcome.before, outcome.blocks, after
                 has_merged = True
+                self.merged_only_keys |= outcome.only_keys
                 if merged not in self._seen:
                     self._seen.add(merged)
                     by_block = self.merged.setdefault(outcome.before, {})

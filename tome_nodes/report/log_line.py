@@ -27,7 +27,7 @@ def log_line(counts: Counts, config: ToMeConfig, backend: Sequence[str] = ()) ->
         steps = ", ".join(str(step + 1) for step in sorted(counts.forecast_steps))
         done += [f"forecast {len(counts.forecast_steps)}/{counts.total_steps} steps ({steps})"]
     if counts.merged:
-        done += settings(config, counts.frames)
+        done += settings(config, counts)
     return ", ".join([*done, *backend, *deviations(counts)])
 
 
@@ -102,15 +102,15 @@ def ratio(config: ToMeConfig) -> str:
     return f"ratio {config.ratio:.2f}"
 
 
-def settings(config: ToMeConfig, frames: int = 1, defaults: bool = False) -> list[str]:
+def settings(config: ToMeConfig, counts: Counts, defaults: bool = False) -> list[str]:
     """The settings in words, for example ``["ratio 0.90 capped at 0.75", "window"]``.
 
     Args:
         config: the settings.
-        frames: number of frames in the latent; 1 for a picture.
+        counts: what the run merged.
         defaults: whether to include strategy and scope even if they have their default values.
     """
-    cap = strategy_class(config).ratio_cap(config, frames)
+    cap = strategy_class(config).ratio_cap(config, counts.frames)
     share = ratio(config)
     if config.ratio_end >= 0:
         share += f" to {config.ratio_end:.2f}"
@@ -123,6 +123,6 @@ def settings(config: ToMeConfig, frames: int = 1, defaults: bool = False) -> lis
         words.append(config.strategy)
     if defaults or config.scope != ToMeConfig.scope:
         words.append(f"{config.scope} scope")
-    if config.policy.words:
-        words.append(config.policy.words)
+    if counts.merged_only_keys and config.scope == "stack":
+        words.append("keys and values alone at the levels with most tokens")
     return words

@@ -138,7 +138,7 @@ def in_words(run: RunRecord) -> list[str]:
     merges = counts.merged or run.unmerged is not None
     settings = [log_line.ratio(config)]
     if merges:
-        settings = log_line.settings(config, counts.frames, defaults=True)
+        settings = log_line.settings(config, counts, defaults=True)
     if (config.start_percent, config.end_percent) != (0, 1):
         settings += [f"start_percent {config.start_percent:g}, end_percent {config.end_percent:g}"]
     lines += [f"Settings: {', '.join(settings)}"]

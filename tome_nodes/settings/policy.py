@@ -57,7 +57,6 @@ class Policy:
             maps with attention have about 1,000 tokens at the sizes that it was trained on.
         least_saved: if a smaller share of an evaluation's work would be saved, nothing merges.
         shallow: the part of the ratio that goes to shallow steps.
-        words: what the log says of it.
         more: the preset to take where this one would save too little; empty if there is none.
     """
 
@@ -69,7 +68,6 @@ class Policy:
     least_tokens: int = 768
     least_saved: float = 0.0
     shallow: float = 1.0
-    words: str = ""
     more: str = ""
 
 

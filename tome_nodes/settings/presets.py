@@ -67,7 +67,6 @@ PRESETS: Mapping[str, Preset] = {
             keys_down_to=2,
             deeper_from=0,
             least_saved=LEAST_SAVED,
-            words="keys and values alone at the levels with most tokens",
         ),
     ),
     "paper": Preset(
