@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -108,31 +107,22 @@ def test(arguments: argparse.Namespace, pytest_arguments: list[str]) -> int:
 def bench(arguments: argparse.Namespace, rest: list[str]) -> int:
     """Measure what merging costs and saves."""
     from tools import environment
+    from tools.errors import ToolError
 
-    modules = [BENCHES[option] for option in rest if option in BENCHES] or ["benchmarks.speed"]
+    modules = [BENCHES[option] for option in rest if option in BENCHES]
     others = [option for option in rest if option not in BENCHES]
+    if not modules:
+        raise ToolError(f"choose what to measure: {', '.join(BENCHES)}")
     python = environment.prepare(arguments.torch)
     return _call(python, "-m", modules[0], *others, folder=ROOT)
 
 
 def gpu(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """Test or measure on a GPU, or pack what a machine without a network needs for that."""
-    from tools import carried, environment
+    """Test or measure on a GPU."""
+    from tools import environment
 
-    parser = argparse.ArgumentParser(prog="dev.py gpu", add_help=False, allow_abbrev=False)
-    parser.add_argument("--carried", type=Path)
-    parser.add_argument("--has", nargs="+", default=[])
-    chosen, others = parser.parse_known_args(rest)
-    if others == ["pack"]:
-        environment.prepare()
-        carried.pack(chosen.carried or ROOT / "carried", arguments.torch, chosen.has)
-        return 0
-    command = ("-m", "benchmarks.speed.gpu", *others)
-    if chosen.carried is None:
-        return _call(environment.prepare(arguments.torch), *command, folder=ROOT)
-    with tempfile.TemporaryDirectory() as scratch:
-        os.environ.update(carried.unpack(chosen.carried.resolve(), Path(scratch)))
-        return _call(sys.executable, *command, folder=ROOT)
+    python = environment.prepare(arguments.torch)
+    return _call(python, "-m", "benchmarks.speed", *rest, folder=ROOT)
 
 
 def check(arguments: argparse.Namespace, rest: list[str]) -> int:
@@ -225,9 +215,8 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "bench",
         bench,
-        "measure all methods against the unpatched model; more arguments: --transformers, "
-        "--quick, --model, --size, --minutes, --name; with --fidelity, how much everything that a "
-        "user could pick changes, and what it takes: --quick, --only, --steps, --names; "
+        "measure, with --fidelity, how much everything that a user could pick changes, and what it "
+        "takes; more arguments: --quick, --only, --steps, --names; "
         "with --forecasts, whether forecasts change more than fewer steps: --quick, --only; "
         "with --sound, the same of each stream of a video with sound: --scheduler, --denoise, "
         "--together; with --picture, pictures of off and on: --model, --repeats; with "
@@ -242,8 +231,7 @@ def _parser() -> argparse.ArgumentParser:
         "gpu",
         gpu,
         "with 1 to 4, test or measure on a GPU within nine minutes, see benchmarks/GPU.md; more "
-        "arguments: --dry, --minutes, --out, --carried; with pack, fill a folder for a machine "
-        "without a network: --carried, --has",
+        "arguments: --dry, --minutes, --out",
     )
     add(
         "soak",

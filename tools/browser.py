@@ -1,79 +1,46 @@
-"""Find or install a browser for ComfyUI's front end."""
+"""A browser for ComfyUI's front end: the system's, else Playwright's own."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
 
 from tools.environment import VENV
 from tools.steps import SetupError, run, succeeds
 
-PLAYWRIGHT_BROWSERS = VENV / "browsers"
-PLAYWRIGHT_NAMES = ("chrome", "chrome.exe", "Chromium", "Google Chrome for Testing")
+PLAYWRIGHT = {"PLAYWRIGHT_BROWSERS_PATH": str(VENV / "browsers")}
+"""Environment variables under which Playwright installs and finds its own Chromium."""
 
-COMMANDS = (
-    *("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome"),
-    "msedge",
-)
-LOCATIONS = (
-    "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome",
-    "/Applications/Chromium.app/Contents/MacOS/Chromium",
-    r"C:\Program Files\Google\Chrome\Application\chrome.exe",
-    r"C:\Program Files (x86)\Microsoft\Edge\Application\msedge.exe",
-)
+COMMANDS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
-def find_browser() -> Path | None:
-    """Return a Chromium or Chrome that starts: the system's, else Playwright's, else None."""
-    on_path = [shutil.which(command) for command in COMMANDS]
-    files = (file for file in PLAYWRIGHT_BROWSERS.rglob("*") if file.name in PLAYWRIGHT_NAMES)
-    candidates = (Path(name) for name in chain(on_path, LOCATIONS, files) if name)
-    return next(filter(_starts, candidates), None)
+def system_browser() -> str | None:
+    """A Chromium or Chrome on PATH that starts, None if there is none."""
+    # Some distributions have a placeholder of this name that only says how to install the real one.
+    found = filter(None, map(shutil.which, COMMANDS))
+    return next((browser for browser in found if succeeds([browser, "--version"])), None)
 
 
-def ensure_browser(python: Path) -> Path:
-    """Return a browser that starts, and install one first if there is none.
+def ensure_browser(python: Path) -> None:
+    """Install a browser if there is none.
 
     Args:
         python: an interpreter that has Playwright.
     """
-    if browser := find_browser():
-        return browser
-    failures = []
-    for step, command in _installations(python):
-        try:
-            run(step, command, {"PLAYWRIGHT_BROWSERS_PATH": str(PLAYWRIGHT_BROWSERS)})
-        except SetupError as failure:
-            failures.append(str(failure))
-        else:
-            if browser := find_browser():
-                return browser
-    raise SetupError(
-        "\n\n".join(failures)
-        + "\n\nThe tests drive ComfyUI's front end, and no Chromium or Chrome "
-        "that starts was found. Install one so that it is on PATH, and run this again."
-    )
-
-
-def _installations(python: Path) -> list[tuple[str, Sequence[str | Path]]]:
-    steps: list[tuple[str, Sequence[str | Path]]] = [
-        ("Installing Playwright's Chromium", [python, "-m", "playwright", "install", "chromium"])
-    ]
-    if shutil.which("apt-get") and os.geteuid() == 0:
-        install = ["apt-get", "-q", "-y", "install", "--no-install-recommends", "chromium"]
-        steps += [
-            ("Refreshing the list of system packages", ["apt-get", "-q", "update"]),
-            ("Installing the system's Chromium", install),
-        ]
-    return steps
-
-
-def _starts(browser: Path) -> bool:
-    if not browser.is_file():
-        return False
-    # Some distributions have a placeholder of this name that only says how to install the real one.
-    # On Windows, --version would open a window.
-    return os.name == "nt" or succeeds([browser, "--version"])
+    if system_browser():
+        return
+    try:
+        # It is quick if it is installed.
+        run(
+            "Installing Playwright's Chromium",
+            [python, "-m", "playwright", "install", "chromium"],
+            PLAYWRIGHT,
+        )
+    except SetupError:
+        if not (shutil.which("apt-get") and os.geteuid() == 0):
+            raise
+        # Where Playwright's downloads cannot be reached, the system's packages may be.
+        run("Refreshing the list of system packages", ["apt-get", "-q", "update"])
+        apt = ["apt-get", "-q", "-y", "install", "--no-install-recommends", "chromium"]
+        run("Installing the system's Chromium", apt)

@@ -10,6 +10,7 @@ of its note. Run it after changing a workflow, in any ComfyUI, or the nodes' inp
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,10 +21,9 @@ from typing import Any
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, sync_playwright
 
-from tools.browser import find_browser
+from tools.browser import PLAYWRIGHT, system_browser
 from tools.environment import ROOT
 from tools.server import HOST, ComfyServer
-from tools.steps import SetupError
 
 WORKFLOWS = ROOT / "workflows"
 BLUEPRINTS = ROOT / "subgraphs"
@@ -271,11 +271,10 @@ class Editor:
 @contextmanager
 def open_browser() -> Iterator[Browser]:
     """A browser that can reach only this machine."""
-    executable = find_browser()
-    if executable is None:
-        raise SetupError("No Chromium or Chrome that starts was found: install one on PATH.")
+    os.environ.update(PLAYWRIGHT)
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=executable, args=ARGUMENTS)
+        # Without a path, it is Playwright's own.
+        browser = playwright.chromium.launch(executable_path=system_browser(), args=ARGUMENTS)
         yield browser
         browser.close()
 

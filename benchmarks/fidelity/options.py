@@ -10,8 +10,8 @@ from comfy_extras.nodes_model_downscale import PatchModelAddDownscale
 from comfy_extras.nodes_tomesd import TomePatchModel
 
 from benchmarks.fidelity import page, rivals, shares
+from benchmarks.others import ONCE, ToDoStrategy, TomesdStrategy
 from benchmarks.patches import Patch, node
-from benchmarks.speed.methods import ONCE, ToDoStrategy, TomesdStrategy
 from tome_nodes.comfyui.attachment import attach
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.presets import settings_of

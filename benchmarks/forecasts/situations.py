@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import comfy.controlnet
 import comfy.hooks
 import torch
 
@@ -34,7 +33,7 @@ from comfy_extras.nodes_tcfg import TCFG
 from torch import Tensor
 
 from benchmarks.forecasts.subjects import Prompt, Subject
-from benchmarks.patches import Patch, node
+from benchmarks.patches import Control, Patch, node
 
 Prompts = tuple[Prompt, Prompt]
 """The positive and the negative one."""
@@ -97,28 +96,8 @@ def _in_mask(subject: Subject) -> Prompts:
     return _with_second(subject, mask=mask, mask_strength=1.0, set_area_to_bounds=False)
 
 
-class Control(comfy.controlnet.ControlBase):
-    """A ControlNet without a network, which always adds the same."""
-
-    def get_control(
-        self, x_noisy: Tensor, t: Tensor, *others: Any
-    ) -> dict[str, list[Tensor]] | None:
-        first, last = self.timestep_range
-        if not last <= t[0] <= first:
-            return None
-        return {"input": [self.strength * self.cond_hint_original], "output": []}
-
-    def copy(self) -> "Control":
-        made = Control()
-        self.copy_to(made)
-        return made
-
-    def get_models(self) -> list[Any]:
-        return []
-
-
 def _controlled(start: float, end: float, subject: Subject) -> Prompts:
-    control = Control().set_cond_hint(subject.hint, 1.0, (start, end))
+    control = Control(lambda x: subject.hint).set_cond_hint(None, 1.0, (start, end))
     positive = extended(subject.positive, control=control, control_apply_to_uncond=True)
     return positive, subject.negative
 

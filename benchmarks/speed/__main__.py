@@ -1,73 +1,62 @@
-"""Compare the methods on a CPU: on UNets, or on whole runs of transformers with --transformers.
+"""The four commands of `dev.py gpu`: tests and measurements on a GPU.
 
-Every method is checked before it is timed. Results are written to benchmarks/results/ after each
-model and size, so an interrupted run loses only the current one. `dev.py gpu` does the same on a
-GPU.
+benchmarks/GPU.md explains them.
 """
 
 import argparse
 import os
 import sys
-from dataclasses import replace
+from pathlib import Path
 
-from benchmarks.host import use_cpu
+from benchmarks.host import use
 from tools.environment import ROOT
 
 # Without a GPU, the profiler would log its absence as an error.
 os.environ.setdefault("KINETO_LOG_LEVEL", "5")
 
-use_cpu()
-
-import torch  # noqa: E402
-
-from benchmarks.speed import report, transformers, unets  # noqa: E402
-from benchmarks.speed.record import Record  # noqa: E402
-
 RESULTS = ROOT / "benchmarks" / "results"
-MODELS = ("sd15", "sdxl")
+MINUTES = 8.5
 
 
 def main() -> int:
     arguments = _arguments()
-    record = Record(arguments.name, "bench", RESULTS, arguments.minutes)
-    quick = arguments.quick
-    try:
-        with torch.no_grad():
-            if arguments.transformers:
-                runs = transformers.QUICK_RUNS if quick else transformers.CPU_RUNS
-                return transformers.run(record, runs)
-            cases = [
-                replace(case, size=size)
-                for case in (unets.QUICK_CASES if quick else unets.CPU_CASES)
-                if case.model in arguments.model
-                for size in arguments.size or [case.size]
-            ]
-            return unets.run(record, cases)
-    finally:
-        record.write_page([f"# {record.name}", *report.section(record.result)])
+    import torch
+
+    if not (arguments.dry or torch.cuda.is_available()):
+        print("PyTorch sees no GPU here; --dry goes through the motions without one.")
+        return 2
+    device = "cpu" if arguments.dry else "cuda"
+    use(device)
+    from benchmarks.speed import compiled, suite, transformers, unets
+    from benchmarks.speed.record import Record
+
+    number, dry = arguments.number, arguments.dry
+    folder = arguments.out or (None if dry else Path(os.environ.get("OUT", RESULTS)))
+    if number == 1:
+        return suite.run(folder, arguments.minutes, dry)
+    with torch.no_grad():
+        record = Record(f"gpu-{number}", "gpu", folder, arguments.minutes, device, dry)
+        if number == 2:
+            unets.run(record, unets.DRY_CASES if dry else unets.CASES)
+        elif number == 3:
+            transformers.run(record, transformers.DRY_RUNS if dry else transformers.RUNS)
+        else:
+            compiled.run(record, compiled.DRY_CASES if dry else compiled.CASES)
+        return record.finish()
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="dev.py bench", description=__doc__)
-    parser.add_argument("--transformers", action="store_true", help="runs of transformers")
-    parser.add_argument("--quick", action="store_true", help="small sizes, a minute or two")
-    parser.add_argument("--model", nargs="+", choices=MODELS, default=[*MODELS], help="which UNets")
+    parser = argparse.ArgumentParser(prog="dev.py gpu", description=__doc__)
+    numbers = "1: the tests; 2: UNets; 3: runs of transformers; 4: compiled UNets"
+    parser.add_argument("number", type=int, choices=(1, 2, 3, 4), help=numbers)
+    parser.add_argument("--dry", action="store_true", help="tiny sizes on the CPU, in a minute")
     parser.add_argument(
-        "--size", nargs="+", type=int, help="sides of the pictures, in pixels: multiples of 64"
+        "--minutes", type=float, default=MINUTES, help="start nothing after this time"
     )
     parser.add_argument(
-        "--minutes", type=float, default=15.0, help="start nothing after this time; default: 15"
+        "--out", type=Path, help="folder of the results; default: $OUT, else results"
     )
-    parser.add_argument("--name", help="name of the result files, for example quick-cpu")
-    arguments = parser.parse_args()
-    for size in arguments.size or ():
-        if size < 64 or size % 64:
-            parser.error(f"--size {size} is not allowed: it must be a multiple of 64 from 64 on")
-    names = ("full-cpu", "quick-cpu")
-    if arguments.transformers:
-        names = ("transformers", "transformers-quick")
-    arguments.name = arguments.name or names[arguments.quick]
-    return arguments
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

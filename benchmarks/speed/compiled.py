@@ -22,13 +22,11 @@ from torch._dynamo.utils import counters
 
 from benchmarks import host
 from benchmarks.rounds import interleaved
-from benchmarks.speed import checks, figures
-from benchmarks.speed.measure import Subject, launches, merged_blocks, merged_in_words
-from benchmarks.speed.models import REDUCED, SHAPES, load
+from benchmarks.speed.figures import Row
+from benchmarks.speed.measure import Subject, look
+from benchmarks.speed.methods import preset
+from benchmarks.speed.models import SHAPES, load
 from benchmarks.speed.record import Record, say
-from tome_nodes.comfyui.attachment import attach
-from tome_nodes.settings.config import ToMeConfig
-from tome_nodes.settings.presets import settings_of
 
 MODES = {"compiled": None, "CUDA graphs": "reduce-overhead"}
 """What the tables call a mode of ``torch.compile``."""
@@ -50,22 +48,24 @@ class Case:
     Attributes:
         model: one of :data:`benchmarks.speed.models.SHAPES`.
         size: side of the picture in pixels.
-        is_small: whether the model is a small version of the published one.
         methods: presets, after the unpatched model.
         modes: some of :data:`MODES`.
     """
 
     model: str
     size: int
-    is_small: bool = True
     methods: Sequence[str] = ("unpatched", "balanced", "fast")
     modes: Sequence[str] = tuple(MODES)
 
+    @property
+    def title(self) -> str:
+        return f"{self.model}, {self.size}x{self.size}, compiled"
 
-CASES = (Case("sd15", 512), Case("sdxl", 1024), Case("sdxl", 1024, is_small=False))
+
+CASES = (Case("reduced sd15", 512), Case("reduced sdxl", 1024), Case("sdxl", 1024))
 """Cases for a GPU. In the small SDXL, nothing would merge at 512."""
 
-DRY_CASES = (Case("sd15", 224, methods=("unpatched", "balanced"), modes=("compiled",)),)
+DRY_CASES = (Case("reduced sd15", 224, methods=("unpatched", "balanced"), modes=("compiled",)),)
 
 SECONDS = 15.0
 """How long the rounds of a case may take beyond the least number."""
@@ -83,13 +83,11 @@ class _Way(NamedTuple):
 
     @property
     def name(self) -> str:
-        return f"{_title(self.case)}: {self.method}, {self.mode}"
+        return f"{self.case.title}: {self.method}, {self.mode}"
 
 
-def run(record: Record, cases: Sequence[Case]) -> int:
+def run(record: Record, cases: Sequence[Case]) -> None:
     """Compile all cases side by side, and measure those that are ready in time."""
-    result = record.result
-    result["compiled"] = []
     # The largest take longest, so they begin first.
     ways = [
         _Way(case, *way) for case in reversed(cases) for way in product(case.methods, case.modes)
@@ -99,35 +97,16 @@ def run(record: Record, cases: Sequence[Case]) -> int:
         ready = _ready(record, workers, cases)
         for case in cases:
             own = {way: workers[way] for way in ready if way.case == case}
-            if not own:
-                continue
-            measured = partial(_measure, record, case, own)
-            row = record.attempt(_title(case), SECONDS / 2, measured, result["compiled"])
-            if row is not None:
-                say("\n" + figures.table_of_modes(row) + "\n")
+            if own:
+                record.compare(case.title, SECONDS / 2, partial(_measure, record, own))
     finally:
         for worker in workers.values():
             worker.terminate()
-    return record.finish(goals(result["compiled"]))
 
 
 def process_on(device: str) -> Pool:
     """A process of its own, which knows its device before it imports any part of ComfyUI."""
     return multiprocessing.get_context("spawn").Pool(1, host.use, (device,))
-
-
-def goals(rows: Sequence[figures.Run]) -> dict[str, Any]:
-    """Times faster than the unpatched model in each mode, and the most breaks and recompiles."""
-    reached: dict[str, Any] = {}
-    ways = [(row, name, way) for row in rows for name, way in row["ways"].items()]
-    for row, name, way in ways:
-        gain = figures.gain_in_mode(row, name)
-        if way["method"] != "unpatched" and gain is not None:
-            words = row["model"], row["size"], way["method"], way["mode"].lower().replace(" ", "_")
-            reached["_".join(map(str, words))] = gain
-    for figure in ("breaks", "recompiles"):
-        reached[figure] = max((way.get(figure, 0) for _, _, way in ways), default=0)
-    return reached
 
 
 def _ready(record: Record, workers: Mapping[_Way, Pool], cases: Sequence[Case]) -> list[_Way]:
@@ -141,8 +120,7 @@ def _ready(record: Record, workers: Mapping[_Way, Pool], cases: Sequence[Case]) 
             try:
                 waiting.pop(way).get()
             except Exception as error:
-                record.result["failed"][way.name] = str(error)
-                say(f"FAILED: {way.name}: {error}")
+                record.fail(way.name, error)
             else:
                 ready.append(way)
                 say(f"{way.name}: compiled after {time.monotonic() - began:.0f} s")
@@ -153,37 +131,27 @@ def _ready(record: Record, workers: Mapping[_Way, Pool], cases: Sequence[Case]) 
     return [way for way in workers if way in ready]
 
 
-def _measure(record: Record, case: Case, workers: Mapping[_Way, Pool]) -> dict[str, Any]:
-    """Look at each, then time all of a case in turn."""
+def _measure(record: Record, workers: Mapping[_Way, Pool]) -> dict[str, Row]:
+    """Look at each way of a case, then time all of them in turn."""
 
     def ask(way: _Way, question: str, *arguments: Any) -> Any:
         # A process that was killed would never answer.
         asked = workers[way].apply_async(answer, (way, question, *arguments))
         return asked.get(_MOST_SECONDS)
 
-    ways: dict[str, dict[str, Any]] = {}
+    rows: dict[str, dict[str, Any]] = {}
     runs = {}
     for way in workers:
         for mode in ("eager", way.mode) if way.mode == "compiled" else (way.mode,):
             name = f"{way.method}, {mode}"
             is_compiled = mode != "eager"
-            ways[name] = {"method": way.method, "mode": mode, **ask(way, "look", is_compiled)}
+            rows[name] = ask(way, "look", is_compiled)
             runs[name] = partial(ask, way, "time", is_compiled)
     least, most = ROUNDS
     seconds = interleaved(runs, most, record.pace(least, SECONDS))
     for way in workers:
-        ways[f"{way.method}, {way.mode}"] |= ask(way, "count")
-    return {
-        "model": case.model,
-        "note": (REDUCED if case.is_small else SHAPES)[case.model].note,
-        "size": case.size,
-        "evaluations": EVALUATIONS,
-        "ways": {name: ways[name] | {"seconds": taken} for name, taken in seconds.items()},
-    }
-
-
-def _title(case: Case) -> str:
-    return f"{'reduced ' * case.is_small}{case.model}, {case.size}x{case.size}"
+        rows[f"{way.method}, {way.mode}"] |= ask(way, "count")
+    return {name: rows[name] | {"seconds": taken} for name, taken in seconds.items()}
 
 
 class Compiled:
@@ -194,11 +162,11 @@ class Compiled:
         device = comfy.model_management.get_torch_device()
         # Otherwise each process would compile in as many more as there are CPUs.
         torch._inductor.config.compile_threads = 1
-        shape = (REDUCED if way.case.is_small else SHAPES)[way.case.model]
-        self._subject = Subject(load(shape, device), shape.context_channels, way.case.size)
+        channels = SHAPES[way.case.model].context_channels
+        self._subject = Subject(load(way.case.model), channels, way.case.size)
         model = self._subject.model
         if way.method != "unpatched":
-            model = attach(model, ToMeConfig(**settings_of(way.method, {})))
+            model = preset(way.method)(model)
         compiled = model.clone()
         # For a CPU, inductor would take minutes.
         backend = "inductor" if device.type == "cuda" else "eager"
@@ -207,18 +175,13 @@ class Compiled:
         first = [nullcontext()] * (_FIRST_EVALUATIONS if device.type == "cuda" else 1)
         self._eager = self._subject.run(model, *first)
         counters.clear()
-        self._compiled = self._subject.run(compiled, *first)
+        self._subject.run(compiled, *first)
         self._graphs = counters["stats"]["unique_graphs"]
 
     @torch.no_grad()
     def look(self, is_compiled: bool) -> dict[str, Any]:
-        """The seconds of kernels, the merged blocks, and the difference from the eager output."""
-        model = self._models[is_compiled]
-        return {
-            **launches(self._subject, model),
-            "merged": merged_in_words(*merged_blocks(model)),
-            "error": checks.difference(self._compiled[-1], self._eager[-1]) if is_compiled else 0.0,
-        }
+        """The figures of :func:`benchmarks.speed.measure.look`; the error is that of compiling."""
+        return look(self._subject, self._models[is_compiled], self._eager[0])
 
     @torch.no_grad()
     def time(self, is_compiled: bool) -> float:

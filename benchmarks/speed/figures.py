@@ -1,20 +1,33 @@
-"""Figures derived from measurements, their tables, and the summary line.
+"""Figures derived from measurements, their table, and the summary line.
 
 This needs only the dictionaries of a results file, so old results can be shown again.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median, quantiles
 from typing import Any
 
-Run = Mapping[str, Any]
-"""The comparison of one model at one size and batch."""
+Row = Mapping[str, Any]
+"""What was measured of a method: ``seconds``, one of each round of an evaluation or a whole run.
+
+If they were measured, also ``gpu_seconds``, those of kernels alone in an evaluation; its
+``launches``; ``peak_bytes``, the most in tensors; ``merged``, such as 5/16 blocks; ``error``, the
+norm of the difference from what the first method computes, over the norm of that; and of a compiler
+the ``graphs`` of the first evaluations, ``breaks`` of graphs, and later ``recompiles``.
+"""
+
+Comparison = Mapping[str, Any]
+"""A ``case``, in words, and its ``rows`` by the name of the method.
+
+A name may end with a comma and a mode: ``fast, CUDA graphs`` is compared with ``unpatched, CUDA
+graphs``, and ``fast`` with ``unpatched``.
+"""
 
 WEBP: dict[str, Any] = {"quality": 75, "method": 6}
 """How pictures are saved, so that they are small enough for a repository."""
 
-WORTH_SAVING = 0.05
-"""If the ideal saves a smaller share of the time, efficiency is mostly noise."""
+PRESETS = ("balanced", "fast")
+"""The methods in the summary."""
 
 
 def spread(values: Sequence[float]) -> tuple[float, float, float]:
@@ -25,110 +38,81 @@ def spread(values: Sequence[float]) -> tuple[float, float, float]:
     return low, median(values), high
 
 
-def share_of_time(run: Run, name: str) -> float:
-    """Time relative to unpatched: the median of the rounds, each by its own unpatched run."""
-    rows = run["methods"]
-    return _share(rows[name]["seconds"], rows["unpatched"]["seconds"])
+def times_faster(rows: Mapping[str, Row], name: str, figure: str = "seconds") -> float | None:
+    """Times faster than unpatched in the same mode, None if both were not measured.
 
-
-def _share(seconds: Sequence[float], plain: Sequence[float]) -> float:
-    return median(own / other for own, other in zip(seconds, plain, strict=True))
-
-
-def speed_up(run: Run, name: str) -> float:
-    """Times faster than unpatched."""
-    return 1 / share_of_time(run, name)
-
-
-def efficiency(run: Run, name: str) -> float | None:
-    """The share of its ideal's saving that a method reaches; None if there is little to save."""
-    ideal = run["methods"][name].get("ideal")
-    if ideal not in run["methods"]:
+    In ``seconds``, it is the median of the rounds, each by its own unpatched evaluation.
+    """
+    row, plain = rows[name], rows.get(_unpatched(name), {})
+    own, other = row.get(figure), plain.get(figure)
+    if not (own and other):
         return None
-    saved = 1 - share_of_time(run, ideal)
-    return (1 - share_of_time(run, name)) / saved if saved >= WORTH_SAVING else None
+    if figure != "seconds":
+        return float(other / own)
+    return 1 / median(each / before for each, before in zip(own, other, strict=True))
+
+
+def _unpatched(name: str) -> str:
+    _, comma, mode = name.partition(",")
+    return f"unpatched{comma}{mode}"
+
+
+def gains(comparisons: Sequence[Comparison]) -> dict[str, float]:
+    """Times faster with presets, for the summary line."""
+    found: dict[str, float] = {}
+    for comparison in comparisons:
+        for name in comparison["rows"]:
+            gain = times_faster(comparison["rows"], name)
+            if name.partition(",")[0] in PRESETS and gain is not None:
+                words = f"{comparison['case']} {name}".lower().replace(",", "")
+                found[words.replace(" ", "_")] = gain
+    return found
+
+
+def table(comparison: Comparison) -> str:
+    """One line for each method, without the columns that none has."""
+    rows: Mapping[str, Row] = comparison["rows"]
+
+    def told(text: str, figure: str, unit: float = 1) -> Callable[[str], str]:
+        def cell(name: str) -> str:
+            value = rows[name].get(figure)
+            if value is None:
+                return ""
+            return str(value) if isinstance(value, str) else text.format(value * unit)
+
+        return cell
+
+    def gain(figure: str) -> Callable[[str], str]:
+        def cell(name: str) -> str:
+            value = times_faster(rows, name, figure)
+            return "" if value is None else f"{value:.2f}"
+
+        return cell
+
+    def quartiles(name: str) -> Iterator[float]:
+        low, _, high = spread(rows[name]["seconds"])
+        yield from (1000 * low, 1000 * high)
+
+    columns: Mapping[str, Callable[[str], str]] = {
+        "method": lambda name: name,
+        "ms": lambda name: f"{1000 * median(rows[name]['seconds']):.2f}",
+        "quartiles": lambda name: "{:.2f} to {:.2f}".format(*quartiles(name)),
+        "times faster": gain("seconds"),
+        "kernels, ms": told("{:.2f}", "gpu_seconds", 1000),
+        "times faster in kernels": gain("gpu_seconds"),
+        "error": told("{:.4f}", "error"),
+        "peak MB": told("{:.0f}", "peak_bytes", 1e-6),
+        "merged": told("", "merged"),
+        **{each: told("{}", each) for each in ("launches", "graphs", "breaks", "recompiles")},
+    }
+    filled = {head: [cell(name) for name in rows] for head, cell in columns.items()}
+    filled = {head: cells for head, cells in filled.items() if any(cells)}
+    return grid([*filled], [*zip(*filled.values(), strict=True)])
 
 
 def joined(parts: Sequence[str]) -> str:
     """Paragraphs as a page."""
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def title(run: Run) -> str:
-    """For example ``sd15, 512x512, batch 2``."""
-    return f"{model_and_size(run)}, batch {run['batch']}"
-
-
-def model_and_size(run: Run) -> str:
-    """For example ``sd15 (first level only), 512x512``."""
-    note = f" ({run['note']})" if run["note"] else ""
-    return f"{run['model']}{note}, {run['size']}x{run['size']}"
-
-
-def table(run: Run) -> str:
-    """One row for each method, in Markdown that can be read as plain text."""
-    head = [
-        *("method", "seconds", "quartiles", "times faster", "efficiency"),
-        *("error", "peak MB", "merged", "launches"),
-    ]
-    is_traced = any(row.get("gpu_seconds") for row in run["methods"].values())
-    head += ["GPU seconds"] * is_traced
-    rows = []
-    for name, row in run["methods"].items():
-        low, middle, high = spread(row["seconds"])
-        share = None if name == row.get("ideal") else efficiency(run, name)
-        launches = row.get("launches_per_block")
-        on_gpu = row.get("gpu_seconds")
-        rows.append(
-            [
-                name,
-                f"{middle:.4g}",
-                f"{low:.4g}-{high:.4g}",
-                f"{speed_up(run, name):.2f}",
-                "" if share is None else f"{share:.2f}",
-                f"{row['error']:.3f}",
-                f"{row['peak_bytes'] / 1e6:.0f}",
-                row.get("merged", ""),
-                "" if launches is None else f"{launches:.1f}",
-                *(["" if on_gpu is None else f"{on_gpu:.4g}"] * is_traced),
-            ]
-        )
-    return grid(head, rows)
-
-
-def gain_in_mode(row: Run, name: str, figure: str = "seconds") -> float | None:
-    """Times faster than the unpatched model in the same mode of a compiler, if both were measured.
-
-    ``figure`` is ``seconds`` for evaluations, ``gpu_seconds`` for kernels alone.
-    """
-    way = row["ways"][name]
-    plain = row["ways"].get(f"unpatched, {way['mode']}")
-    if plain is None or not (way[figure] and plain[figure]):
-        return None
-    if figure == "gpu_seconds":
-        return float(plain[figure] / way[figure])
-    return 1 / _share(way[figure], plain[figure])
-
-
-def table_of_modes(row: Run) -> str:
-    """One row for each method in each mode of a compiler."""
-    head = ["method", "ms", "quartiles", "times faster", "kernels, ms", "times faster"]
-    head += ["error", "merged", "launches", "graphs", "breaks", "recompiles"]
-    rows = []
-    for name, way in row["ways"].items():
-        low, middle, high = spread([1000 * seconds for seconds in way["seconds"]])
-        gain, in_kernels = (gain_in_mode(row, name, each) for each in ("seconds", "gpu_seconds"))
-        rows.append(
-            [
-                *(name, f"{middle:.2f}", f"{low:.2f}-{high:.2f}"),
-                f"{gain:.2f}" if gain else "",
-                f"{1000 * way['gpu_seconds']:.2f}" if way["gpu_seconds"] else "",
-                f"{in_kernels:.2f}" if in_kernels else "",
-                *(f"{way['error']:.4f}", way["merged"], str(way["launches"])),
-                *(str(way.get(figure, "")) for figure in ("graphs", "breaks", "recompiles")),
-            ]
-        )
-    return grid(head, rows)
 
 
 def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -1,8 +1,7 @@
-"""Evaluations of UNets, and instruments around them: a clock, counters, a memory meter."""
+"""Evaluations of UNets, and what is measured of one."""
 
-import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tome_nodes.comfyui.attachment import last_run
+from tome_nodes.ops.clock import Clock
 
 Instrument = AbstractContextManager[Any]
 
@@ -60,10 +60,18 @@ class Subject:
         that would double the time, so the first one counts. It also creates the state of the run,
         which takes about a millisecond.
         """
-        watch = Stopwatch(self.device)
+        clock, spans = Clock(self.device), list[tuple[Any, Any]]()
+
+        @contextmanager
+        def timed() -> Iterator[None]:
+            start = clock.now()
+            yield
+            spans.append((start, clock.now()))
+
         before = [nullcontext()] if self.device.type == "cuda" else []
-        self.run(patched, *before, *[watch] * evaluations)
-        return watch.seconds / evaluations
+        self.run(patched, *before, *[timed() for _ in range(evaluations)])
+        clock.wait()
+        return sum(clock.between(*span) for span in spans) / evaluations
 
     def _evaluation(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
         if len(self._outputs) == len(self._instruments):
@@ -72,75 +80,6 @@ class Subject:
             result = executor(*args, **kwargs)
         self._outputs.append(result)
         return result
-
-
-class Stopwatch:
-    """Time between entry and exit, by CUDA events on a GPU. It can be entered many times."""
-
-    def __init__(self, device: torch.device):
-        self._on_gpu = device.type == "cuda"
-        self._marks: list[Any] = []
-
-    def __enter__(self) -> None:
-        self._mark()
-
-    def __exit__(self, *_: object) -> None:
-        self._mark()
-
-    def _mark(self) -> None:
-        if self._on_gpu:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._marks.append(event)
-        else:
-            self._marks.append(time.perf_counter())
-
-    @property
-    def seconds(self) -> float:
-        """The sum over all entries; waits for the GPU, so call it at the end."""
-        pairs = list(zip(self._marks[::2], self._marks[1::2], strict=True))
-        if not self._on_gpu:
-            return sum(end - start for start, end in pairs)
-        torch.cuda.synchronize()
-        return sum(start.elapsed_time(end) for start, end in pairs) / 1000
-
-
-class PeakMemory:
-    """The peak of the bytes in tensors, minus those at entry."""
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self.bytes = 0
-
-    def __enter__(self) -> "PeakMemory":
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-            self._before = torch.cuda.memory_allocated(self._device)
-        else:
-            self._profiler = torch.profiler.profile(
-                activities=[torch.profiler.ProfilerActivity.CPU],
-                profile_memory=True,
-                acc_events=True,
-            )
-            self._profiler.__enter__()
-        return self
-
-    def __exit__(self, *details: Any) -> None:
-        if self._device.type == "cuda":
-            self.bytes = torch.cuda.max_memory_allocated(self._device) - self._before
-            return
-        self._profiler.__exit__(*details)
-        # The allocator's own records, because the profiler's public events are sums over operators.
-        # Torch has no complete types for them.
-        internals: Any = self._profiler.profiler
-        events = internals.kineto_results.events()
-        changes = [
-            (event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"
-        ]
-        held = 0
-        for _, change in sorted(changes, key=lambda pair: pair[0]):
-            held += change
-            self.bytes = max(self.bytes, held)
 
 
 class Operators(TorchDispatchMode):
@@ -195,20 +134,41 @@ def merged_blocks(model: ModelPatcher) -> tuple[int, int]:
     return (0, 0) if run is None else (run.counts.merged_blocks, run.counts.blocks_present)
 
 
-def merged_in_words(merged: int, blocks: int) -> str:
-    """How many blocks merged, for tables: ``5/6``, or ``none``."""
-    return f"{merged}/{blocks}" if merged else "none"
+def look(subject: Subject, model: ModelPatcher, expected: Tensor) -> dict[str, Any]:
+    """The figures of a :data:`benchmarks.speed.figures.Row` that take no clock.
 
+    They are those of the second evaluation of a run, after ``expected`` and the first output of the
+    model were compared.
 
-def launches(subject: Subject, model: ModelPatcher) -> dict[str, Any]:
-    """Launches in the second evaluation of a run, and the seconds of kernels."""
+    Raises:
+        ValueError: the output is not finite.
+    """
     counter = Kernels() if subject.device.type == "cuda" else Operators()
-    subject.run(model, nullcontext(), counter)
-    return {"launches": counter.count, "gpu_seconds": counter.gpu_seconds}
+    output, _ = subject.run(model, nullcontext(), counter)
+    if not output.isfinite().all():
+        raise ValueError("its output is not finite")
+    expected = expected.float()
+    merged, blocks = merged_blocks(model)
+    return {
+        "launches": counter.count,
+        "gpu_seconds": counter.gpu_seconds,
+        "merged": f"{merged}/{blocks}" if merged else "none",
+        "error": ((output.float() - expected).norm() / expected.norm()).item(),
+    }
 
 
-def first_look(subject: Subject, model: ModelPatcher) -> tuple[Tensor, int, tuple[int, int]]:
-    """The output of a first evaluation, the bytes that a second holds, and the merged blocks."""
-    memory = PeakMemory(subject.device)
-    output, _ = subject.run(model, nullcontext(), memory)
-    return output, memory.bytes, merged_blocks(model)
+def peak_bytes(subject: Subject, model: ModelPatcher) -> int | None:
+    """The most bytes in tensors during an evaluation beyond those before it; None on a CPU."""
+    if subject.device.type != "cuda":
+        return None
+    before = 0
+
+    @contextmanager
+    def watched() -> Iterator[None]:
+        nonlocal before
+        torch.cuda.reset_peak_memory_stats(subject.device)
+        before = torch.cuda.memory_allocated(subject.device)
+        yield
+
+    subject.run(model, nullcontext(), watched())
+    return torch.cuda.max_memory_allocated(subject.device) - before

@@ -6,14 +6,12 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from benchmarks.machine import origin
-from benchmarks.speed.figures import joined
-
-Result = TypeVar("Result")
+from benchmarks.speed import figures
 
 
 class Record:
@@ -54,44 +52,41 @@ class Record:
         """Seconds until the limit, negative after it."""
         return self._end - time.monotonic()
 
-    def attempt(
-        self,
-        name: str,
-        seconds: float,
-        measure: Callable[[], Result],
-        into: list[Result] | None = None,
-    ) -> Result | None:
-        """Make a measurement and keep the file up to date.
+    def compare(
+        self, case: str, seconds: float, measure: Callable[[], Mapping[str, figures.Row]]
+    ) -> None:
+        """Make a comparison, print its table, and keep the file up to date.
 
         Args:
-            name: name of the measurement.
+            case: what is compared, in words.
             seconds: how long it may take; it is skipped if less time is left.
-            measure: makes it; an error is recorded, and the others go on.
-            into: the part of the file that it goes into.
-
-        Returns:
-            What ``measure`` returns; None if there was no time or it failed.
+            measure: makes the rows of :data:`benchmarks.speed.figures.Comparison`; an error is
+                recorded, and other comparisons go on.
         """
         if self.left < seconds:
-            self.result["left_out"].append(name)
-            say(f"left out: {name}")
+            self.result["left_out"].append(case)
+            say(f"left out: {case}")
             self.write()
-            return None
-        began, result = time.monotonic(), None
+            return
+        began = time.monotonic()
         try:
-            result = measure()
-            if into is not None:
-                into.append(result)
+            comparison = {"case": case, "rows": measure()}
         except Exception as error:
-            why = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-            self.result["failed"][name] = why
-            say(f"FAILED: {name}: {why}")
-        say(f"{name}: {time.monotonic() - began:.1f} s, {self.left:.0f} s left")
+            self.fail(case, error)
+        else:
+            self.result.setdefault("comparisons", []).append(comparison)
+            say("\n" + figures.table(comparison) + "\n")
+        say(f"{case}: {time.monotonic() - began:.1f} s, {self.left:.0f} s left")
         self.write()
         if self.device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
-        return result
+
+    def fail(self, name: str, error: Exception) -> None:
+        """Keep why something failed."""
+        why = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        self.result["failed"][name] = why
+        say(f"FAILED: {name}: {why}")
 
     def pace(self, least: int, seconds: float) -> Callable[[int], bool]:
         """For :func:`benchmarks.rounds.interleaved`: whether there is no time for another round.
@@ -114,7 +109,7 @@ class Record:
 
     def write_page(self, parts: Sequence[str]) -> None:
         """Write paragraphs as a page beside the file."""
-        self._write(".md", joined(parts))
+        self._write(".md", figures.joined(parts))
 
     def _write(self, suffix: str, text: str) -> None:
         if self.folder is None:
@@ -125,12 +120,16 @@ class Record:
         unfinished.write_text(text, encoding="utf-8")
         unfinished.replace(path)
 
-    def finish(self, figures: Mapping[str, object]) -> int:
-        """Print the last line; the exit code is 1 if a measurement failed."""
+    def finish(self, goals: Mapping[str, object] | None = None) -> int:
+        """Print the last line; the exit code is 1 if a measurement failed.
+
+        ``goals`` are the figures in it, by default how many times faster the presets are.
+        """
+        goals = figures.gains(self.result.get("comparisons", ())) if goals is None else goals
         counts = {"failed": len(self.result["failed"]), "left_out": len(self.result["left_out"])}
         self.result["summary"] = "summary: " + " ".join(
             f"{name}={value:.3g}" if isinstance(value, float) else f"{name}={value}"
-            for name, value in {**figures, **counts}.items()
+            for name, value in {**goals, **counts}.items()
         )
         self.write()
         say(self.result["summary"])

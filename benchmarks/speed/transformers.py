@@ -1,5 +1,6 @@
 """Whole sampling runs of transformers of published width, in the host's sampler."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,13 +11,11 @@ import comfy.sample
 import torch
 from comfy.model_patcher import ModelPatcher
 from models.comfyui import TINY, build_class
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.rounds import interleaved
-from benchmarks.speed.figures import speed_up
-from benchmarks.speed.models import repeated
-from benchmarks.speed.record import Record, say
-from benchmarks.speed.report import table_of_run
+from benchmarks.speed.figures import Row
+from benchmarks.speed.record import Record
 from tome_nodes.comfyui.attachment import attach
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.presets import settings_of
@@ -111,33 +110,24 @@ RUNS = (
     Run("Wan 14B", "480p, 81 frames", (16, 21, 60, 104), 4),
 )
 """Runs on a GPU, the most important first; Z-Image has its published depth."""
-CPU_RUNS = (Run("Z-Image", "512x512", (16, 64, 64), 2),)
-QUICK_RUNS = (Run("Z-Image", "256x256", (16, 32, 32), 1),)
 DRY_RUNS = (Run("tiny Z-Image", "320x256", (16, 40, 32), 3),)
 
 
-def run(record: Record, runs: Sequence[Run]) -> int:
+def run(record: Record, runs: Sequence[Run]) -> None:
     """Measure all runs for which there is time."""
-    measured = record.result["whole_runs"] = []
-    goals: dict[str, float] = {}
     for case in runs:
-        name = f"run, {case.model} {case.size}"
-        row = record.attempt(name, _RUN_SECONDS, partial(_measure, record, case), measured)
-        if row is not None:
-            say(table_of_run(row))
-            goal = f"run_of_{case.model}_{case.size.split(',')[0]}".lower().replace(" ", "_")
-            goals[goal] = speed_up(row, "the defaults")
-    return record.finish({"whole_runs": len(measured), **goals})
+        title = f"{case.model}, {case.size}, {case.layers} blocks, {STEPS} steps"
+        record.compare(title, _RUN_SECONDS, partial(_measure, record, case))
 
 
-def _measure(record: Record, case: Run) -> dict[str, Any]:
+def _measure(record: Record, case: Run) -> dict[str, Row]:
     """Seconds of a run: unpatched, with the defaults, with merging, and in fewer steps."""
     dtype = torch.bfloat16 if record.device.type == "cuda" else torch.float32
     plain = _load(MODELS[case.model], case.layers, dtype)
     settings = settings_of("balanced", {})
     merging = settings | {"forecast": False, "min_tokens": 1}
     patched = {
-        "the defaults": settings,
+        "balanced": settings,
         "keys 0.6": merging,
         "keys 0.75": merging | {"ratio": 0.75},
     }
@@ -157,14 +147,7 @@ def _measure(record: Record, case: Run) -> dict[str, Any]:
     timed = {name: partial(timeit, run, number=1) for name, run in runs.items()}
     least, most = ROUNDS
     seconds = interleaved(timed, most, record.pace(least, _ROUNDS_SECONDS))
-    return {
-        "name": case.model,
-        "size": case.size,
-        "steps": STEPS,
-        "layers": case.layers,
-        "dtype": str(dtype).removeprefix("torch."),
-        "methods": {name: {"seconds": taken} for name, taken in seconds.items()},
-    }
+    return {name: {"seconds": taken} for name, taken in seconds.items()}
 
 
 def _load(model: Model, layers: int, dtype: torch.dtype) -> ModelPatcher:
@@ -172,10 +155,22 @@ def _load(model: Model, layers: int, dtype: torch.dtype) -> ModelPatcher:
     tiny = TINY[model.tiny]
     loaded = build_class(tiny.name, {**tiny.settings, **model.settings}, dtype)
     network = loaded.model.diffusion_model
-    setattr(network, model.stack, repeated(getattr(network, model.stack)[-1], layers))
+    setattr(network, model.stack, _repeated(getattr(network, model.stack)[-1], layers))
     # The host would count shared weights once per block.
     loaded.size = sum(weight.nbytes for weight in loaded.model.parameters())
     return loaded
+
+
+def _repeated(block: nn.Module, layers: int) -> nn.ModuleList:
+    """A stack of this many blocks, which share the weights of one.
+
+    A model of published depth is then built quickly. An evaluation does all the work of the full
+    model. It reads the weights as often, and a block has 83 MB of them or more, too much for most
+    caches to keep until the next block.
+    """
+    shared = {id(weight): weight for weight in [*block.parameters(), *block.buffers()]}
+    copies = [copy.deepcopy(block, dict(shared)) for _ in range(layers - 1)]
+    return nn.ModuleList([block, *copies])
 
 
 def _inputs(model: Model, latent: tuple[int, ...]) -> tuple[Tensor, Any]:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
-import comfy.controlnet
 import comfy.hooks
 import comfy.sd
 
@@ -23,6 +22,8 @@ from comfy.ldm.modules.attention import attention_basic
 from comfy.model_patcher import ModelPatcher
 from models.comfyui import KINDS, UNETS, build, conditioning
 from torch import Tensor
+
+from benchmarks.patches import Control, execute
 
 SIDES = (8, 16)
 """Height and width of the latents in tokens."""
@@ -70,13 +71,6 @@ def core_node(module: str, name: str) -> Any:
         return await extension.get_node_list()
 
     return {node.GET_SCHEMA().node_id: node for node in asyncio.run(nodes())}[name]
-
-
-def execute(node: Any, *args: Any, **inputs: Any) -> Any:
-    """The first output of a node, of the old interface or the new."""
-    if hasattr(node, "FUNCTION"):
-        return getattr(node(), node.FUNCTION)(*args, **inputs)[0]
-    return node.execute(*args, **inputs).result[0]
 
 
 def _made(name: str, module: str, *inputs: Any, **named: Any) -> Patch:
@@ -151,42 +145,21 @@ def _other_prompt(kind: str, **extras: Any) -> Any:
     return conditioning(KINDS[kind], 7, **extras)
 
 
-class Adds(comfy.controlnet.ControlBase):
-    """A control of the host without a network, which adds noise to the output of a block.
-
-    The block has so many channels, and tokens of a side of ``patch`` in the latent; they are a map
-    or a sequence.
-    """
-
-    def __init__(self, place: str, channels: int, patch: int, is_sequence: bool):
-        super().__init__()
-        self.adds = place, channels, patch, is_sequence
-
-    def get_control(self, x: Tensor, t: Tensor, *_: Any) -> dict[str, list[Tensor]] | None:
-        first, last = self.timestep_range
-        if not last <= t[0] <= first:
-            return None
-        place, channels, patch, is_sequence = self.adds
-        sides = [-(-side // patch) for side in x.shape[-2:]]
-        shape = (sides[0] * sides[1], channels) if is_sequence else (channels, *sides)
-        added = torch.randn(1, *shape, generator=torch.Generator().manual_seed(7))
-        return {"input": [], "middle": [], "output": [], place: [added]}
-
-    def copy(self) -> "Adds":
-        made = Adds(*self.adds)
-        self.copy_to(made)
-        return made
-
-    def get_models(self) -> list[Any]:
-        return []
-
-
-_CONTROLLED = dict.fromkeys(("sd15", "sdxl"), ("middle", 128, 4, False))
-_CONTROLLED["flux"] = "input", 64, 2, True
+_CONTROLLED = dict.fromkeys(("sd15", "sdxl"), ("middle", 128, 4))
+_CONTROLLED["flux"] = "input", 64, 2
+"""Where a control adds: the place, its channels, and the side of a token in the latent."""
 
 
 def _controlled(model: ModelPatcher, kind: str) -> dict[str, Any]:
-    control = Adds(*_CONTROLLED[kind]).set_cond_hint(None, 1.0, (0.2, 0.8))
+    """A control that adds noise: to a map, in Flux to a sequence."""
+    place, channels, patch = _CONTROLLED[kind]
+
+    def noise(x: Tensor) -> Tensor:
+        high, wide = (-(-side // patch) for side in x.shape[-2:])
+        shape = (high * wide, channels) if kind == "flux" else (channels, high, wide)
+        return torch.randn(1, *shape, generator=torch.Generator().manual_seed(7))
+
+    control = Control(noise, place).set_cond_hint(None, 1.0, (0.2, 0.8))
     return {"prompts": [_positive(kind, control=control), _negative(kind)]}
 
 

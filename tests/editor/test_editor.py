@@ -403,13 +403,13 @@ def test_node_of_nodes_2_has_no_empty_half(editor):
         assert left_free() == pytest.approx(free, abs=0.01)
 
 
-def expect_refusal(editor, name, sentence):
-    """Run the graph; one input is marked, and says why."""
+def expect_refusal(editor, sentence):
+    """Run the graph; one input is marked, the model, and says why."""
     editor.run()
     editor.page.get_by_role("button", name="View details").click()
     infos = editor.page.get_by_role("button", name=f"Info for {PATCH} - ")
     expect(infos).to_have_count(1)
-    editor.page.get_by_role("button", name=f"Info for {PATCH} - {name}").click()
+    editor.page.get_by_role("button", name=f"Info for {PATCH} - model").click()
     expect(editor.page.get_by_text(sentence)).to_be_visible()
 
 
@@ -567,7 +567,7 @@ def test_templates_are_shown_and_open_from_the_template_browser(fresh_editor):
 def test_bad_value_marks_one_input_with_our_sentence(fresh_editor, picture):
     fresh_editor.open(sample_graph(preset="custom", sx=1, sy=1))
     sentence = "sx=1 with sy=1 is not allowed: a cell of one token has nothing to merge"
-    expect_refusal(fresh_editor, "sx", sentence)
+    expect_refusal(fresh_editor, sentence)
     picture(fresh_editor, "refused", (240, 40, 1360, 640))
     with_errors = "() => app.rootGraph.nodes.filter(node => node.has_errors).map(node => node.type)"
     assert fresh_editor.page.evaluate(with_errors) == [PATCH_TYPE]

@@ -14,8 +14,7 @@ import pytest
 
 from benchmarks.speed import compiled, report, suite, transformers, unets
 from benchmarks.speed.record import Record
-from tools import carried
-from tools.environment import ROOT, comfyui_directory
+from tools.environment import ROOT
 
 pytestmark = pytest.mark.newest_only
 
@@ -34,12 +33,10 @@ def run_command(*command, **environment):
     )
 
 
-def dry_run(number, folder, *arguments):
+def dry_run(number, folder):
     """The lines and the result of a command, in a process of its own."""
     clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    # dev.py would first bring the environment up to date, unless what it needs is carried.
-    command = ["dev.py", "gpu"] if "--carried" in arguments else ["-m", "benchmarks.speed.gpu"]
-    command += [str(number), "--dry", "--out", str(folder), *arguments]
+    command = ["-m", "benchmarks.speed", str(number), "--dry", "--out", str(folder)]
     ended = run_command(*command, **clean)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     if number == 1:
@@ -64,58 +61,59 @@ def test_tests_are_cut_off_at_the_limit(capsys):
 
 
 def test_unets_are_measured(tmp_path):
-    (dry,) = unets.DRY_CASES
-    few = "ideal attn", "HyperTile", "ours window attn", "preset fast"
-    assert unets.run(dry_record(2, tmp_path), [replace(dry, methods=few)]) == 0
+    record = dry_record(2, tmp_path)
+    unets.run(record, unets.DRY_CASES)
+    assert record.finish() == 0
     result = written(tmp_path, 2)
-    assert result["checks"]["sd15"] == dict.fromkeys(few, "right")
-    (first,) = result["runs"]
-    assert first["methods"].keys() == {"unpatched", *few}
-    for row in first["methods"].values():
-        assert row["seconds"][0] > 0 and row["peak_bytes"] > 0 and row["launches"] > 0
-    assert first["methods"]["ours window attn"]["merged"] == "6/6"
-    assert "| sd15, 128x128 " in report.page({2: result})
+    (comparison,) = result["comparisons"]
+    rows = comparison["rows"]
+    names = ["unpatched", "balanced", "fast", "core TomePatchModel", "tomesd", "ToDo", "HyperTile"]
+    assert [*rows] == names
+    for row in rows.values():
+        assert row["seconds"][0] > 0 and row["launches"] > 0
+    assert rows["tomesd"]["merged"] == "6/6"
+    assert "### reduced sd15, 128x128\n\n| method " in report.page([result])
+    assert "reduced_sd15_128x128_balanced=" in result["summary"]
 
 
-def test_transformers_are_measured_from_a_carried_folder(tmp_path):
-    folder = tmp_path / "carried"
-    folder.mkdir()
-    carried.pack_comfyui(comfyui_directory(), folder / carried.ARCHIVE)
-    assert (folder / carried.ARCHIVE).stat().st_size < 16 * 2**20
-    result = dry_run(3, tmp_path / "out", "--carried", str(folder))
-    (row,) = result["whole_runs"]
-    assert {*row["methods"]} == {"unpatched", "the defaults", "keys 0.6", "keys 0.75", "6 steps"}
-    assert "A run of tiny Z-Image, 320x256, 8 steps of euler" in report.page({3: result})
+def test_transformers_are_measured(tmp_path):
+    result = dry_run(3, tmp_path)
+    (comparison,) = result["comparisons"]
+    assert [*comparison["rows"]] == ["unpatched", "balanced", "keys 0.6", "keys 0.75", "6 steps"]
+    assert comparison["case"] == "tiny Z-Image, 320x256, 3 blocks, 8 steps"
 
 
 def test_compiled_unets_are_measured(tmp_path, monkeypatch, fresh_compiler):
     # In the process of the tests, which has ComfyUI already.
     monkeypatch.setattr(compiled, "process_on", lambda device: ThreadPool(1))
     (dry,) = compiled.DRY_CASES
-    assert compiled.run(dry_record(4, tmp_path), [replace(dry, size=128)]) == 0
+    record = dry_record(4, tmp_path)
+    compiled.run(record, [replace(dry, size=128)])
+    assert record.finish() == 0
     result = written(tmp_path, 4)
-    (row,) = result["compiled"]
+    (comparison,) = result["comparisons"]
+    assert comparison["case"] == "reduced sd15, 128x128, compiled"
     modes = itertools.product(("unpatched", "balanced"), ("eager", "compiled"))
-    assert [*row["ways"]] == [", ".join(mode) for mode in modes]
-    assert row["ways"]["balanced, compiled"]["merged"] == "6/6"
-    for name, way in row["ways"].items():
-        assert way["seconds"][0] > 0 and way["launches"] > 0 and way["error"] < 1e-5
+    assert [*comparison["rows"]] == [", ".join(mode) for mode in modes]
+    assert comparison["rows"]["balanced, compiled"]["merged"] == "6/6"
+    for name, row in comparison["rows"].items():
+        assert row["seconds"][0] > 0 and row["launches"] > 0 and row["error"] < 1e-5
         # In one process, the counters are those of both models.
-        assert ("eager" in name) or (way["graphs"] >= 1 and way["breaks"] == 0)
-    assert "### sd15 (first level only), 128x128, compiled" in report.page({4: result})
+        assert ("eager" in name) or (row["graphs"] >= 1 and row["breaks"] == 0)
 
 
 def test_what_fails_in_another_process_is_said(tmp_path):
     (dry,) = compiled.DRY_CASES
     record = dry_record(4, tmp_path, minutes=2)
-    assert compiled.run(record, [replace(dry, methods=("slow",))]) == 1
+    compiled.run(record, [replace(dry, methods=("slow",))])
+    assert record.finish() == 1
     (name, why), *others = written(tmp_path, 4)["failed"].items()
-    assert (name, others) == ("reduced sd15, 224x224: slow, compiled", [])
-    assert why.startswith("OptionError: preset='slow' is not allowed")
+    assert (name, others) == ("reduced sd15, 224x224, compiled: slow, compiled", [])
+    assert "OptionError: preset='slow' is not allowed" in why
 
 
 def test_without_a_gpu_there_is_a_message(tmp_path):
-    command = ("-m", "benchmarks.speed.gpu", "2", "--out", str(tmp_path))
+    command = ("-m", "benchmarks.speed", "2", "--out", str(tmp_path))
     ended = run_command(*command, **os.environ | {"CUDA_VISIBLE_DEVICES": ""})
     assert (ended.returncode, ended.stderr) == (2, "")
     assert "--dry" in ended.stdout and not list(tmp_path.iterdir())
@@ -131,11 +129,12 @@ def test_without_a_gpu_there_is_a_message(tmp_path):
 )
 def test_nothing_begins_after_the_limit(run, number, tmp_path):
     late = dry_record(number, tmp_path, minutes=0)
-    assert run(late) == 0
+    run(late)
+    assert late.finish() == 0
     result = written(tmp_path, number)
     assert result["left_out"] and not result["failed"]
     assert f"left_out={len(result['left_out'])}" in result["summary"]
-    assert f"No time for: {result['left_out'][0]}" in report.page({number: result})
+    assert f"No time for: {result['left_out'][0]}" in report.page([result])
 
 
 def test_a_failure_is_kept_and_the_others_go_on(tmp_path):
@@ -144,9 +143,10 @@ def test_a_failure_is_kept_and_the_others_go_on(tmp_path):
     def fails():
         raise RuntimeError("CUDA error: an illegal memory access\nand more")
 
-    assert record.attempt("broken", 1.0, fails) is None
-    assert record.attempt("whole", 1.0, lambda: 1) == 1
-    assert record.finish({"whole": 1}) == 1
+    record.compare("broken", 1.0, fails)
+    record.compare("whole", 1.0, lambda: {"balanced": {"seconds": [1.0]}})
+    assert record.finish() == 1
     result = written(tmp_path, 2)
     assert result["failed"] == {"broken": "RuntimeError: CUDA error: an illegal memory access"}
-    assert result["summary"] == "summary: whole=1 failed=1 left_out=0"
+    assert [comparison["case"] for comparison in result["comparisons"]] == ["whole"]
+    assert result["summary"] == "summary: failed=1 left_out=0"

@@ -19,7 +19,8 @@ from models.comfyui import UNETS, conditioning
 from test_forecast_runs import levels_of, seen
 from test_sampling_run import from_noise
 
-from benchmarks.forecasts.situations import Control, extended
+from benchmarks.forecasts.situations import extended
+from benchmarks.patches import Control
 from tome_nodes import reasons
 from tome_nodes.comfyui.attachment import attach, last_run
 
@@ -37,7 +38,9 @@ def deep_shrink(model):
 
 
 def ending_control(prompt):
-    return extended(prompt, control=Control().set_cond_hint(torch.tensor(0.5), 1.0, (0.0, 0.5)))
+    return extended(
+        prompt, control=Control(lambda x: torch.tensor(0.5)).set_cond_hint(None, 1.0, (0.0, 0.5))
+    )
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from models.pipelines import inputs, make_unet
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.fidelity.meter import ON_CPU
-from benchmarks.speed.methods import IdealStrategy
+from benchmarks.others import plan_of_functions
 from tome_nodes import reasons
 from tome_nodes.comfyui.attachment import attach
 from tome_nodes.comfyui.models.unet import UNET
@@ -20,8 +20,22 @@ from tome_nodes.pytorch.diffusers_unets import DiffusersUNets
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.strategies import strategy_class
 from tome_nodes.strategies.plan import Grid
+from tome_nodes.strategies.strategy import Strategy
 
 SIZE, LARGER = (16, 24), (32, 32)
+
+
+class IdealStrategy(Strategy):
+    """Merging at no cost: a fixed stride of the tokens stays, and one expand restores the rest."""
+
+    def plan(self, features, grid, ratio):
+        stride = round(1 / (1 - ratio))
+
+        def unmerge(y):
+            return y[:, :, None].expand(-1, -1, stride, -1).flatten(1, 2)[:, : grid.tokens]
+
+        slots = -(-grid.tokens // stride)
+        return plan_of_functions(features, slots, lambda x: x[:, ::stride], unmerge)
 
 
 def operations(call):

@@ -1,6 +1,5 @@
 """The nodes of the pack, as ComfyUI's editor and queue see them."""
 
-import inspect
 import json
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -84,28 +83,19 @@ def _input(option: Option) -> io.Input:
     return kind.Input(option.name, min=least, max=option.most, step=option.step, **extras)
 
 
-def _validation(*names: str) -> Any:
-    """The ``validate_inputs`` of a node: True if it is valid, else an error message.
+def _validation(caption: Caption) -> Any:
+    """The ``validate_inputs`` of a node. ComfyUI reports what it returns at the model."""
 
-    ComfyUI reports the message at every one of these inputs that it passes, and leaves their values
-    to us. So :mod:`tome_nodes.comfyui.prompt_checks` leaves only the input at fault in the prompt.
-    With ``**inputs`` alone, ComfyUI would report one at links that are not at fault.
-    """
+    def validate_inputs(cls: Any, model: Any = None) -> bool | str:
+        return prompt_checks.verdict(caption)
 
-    def validate_inputs(*_: Any, **inputs: Any) -> bool | str:
-        return prompt_checks.verdict()
-
-    function: Any = validate_inputs
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    parameters = [inspect.Parameter(name, kind) for name in ("cls", validation.LINKS, *names)]
-    function.__signature__ = inspect.Signature(parameters)
-    return classmethod(function)
+    return classmethod(validate_inputs)
 
 
 class ToMePatchModel(io.ComfyNode):
     """Patch a model so that it merges tokens while it samples."""
 
-    validate_inputs = _validation("settings", *(option.name for option in PATCH.options))
+    validate_inputs = _validation(PATCH)
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -133,7 +123,7 @@ class ToMePatchModel(io.ComfyNode):
 class ToMeTune(io.ComfyNode):
     """Find the settings that fulfil a wish, and patch a model with them."""
 
-    validate_inputs = _validation()
+    validate_inputs = _validation(TUNE)
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -172,7 +162,7 @@ class ToMeTune(io.ComfyNode):
 class ToMeRemovePatch(io.ComfyNode):
     """Take token merging off a model."""
 
-    validate_inputs = _validation()
+    validate_inputs = _validation(REMOVE)
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -187,7 +177,7 @@ class ToMeRemovePatch(io.ComfyNode):
 class ToMeReport(io.ComfyNode):
     """Show what token merging did in a sampling run."""
 
-    validate_inputs = _validation()
+    validate_inputs = _validation(REPORT)
 
     @classmethod
     def define_schema(cls) -> io.Schema:

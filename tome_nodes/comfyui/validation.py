@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -13,13 +12,6 @@ from ..settings.config import OPTIONS, ToMeConfig
 from ..settings.options import OptionError, OptionTypeError, shown
 from ..settings.presets import CUSTOM, FREE, PRESET, settings_of
 from .node_texts import PATCH, Caption
-
-LINKS = "links"
-"""The made-up input at which ComfyUI reports a faulty link.
-
-ComfyUI reports errors only at inputs that ``validate_inputs`` takes. It cannot take an unknown
-input; and if it took a required one, ComfyUI would report that together with any other.
-"""
 
 
 def config_of(settings: str | None = None, **given: Any) -> ToMeConfig:
@@ -109,57 +101,38 @@ def options_of(caption: Caption, inputs: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def fault(caption: Caption, inputs: Mapping[str, Any]) -> tuple[str, str] | None:
-    """What is wrong with a node in a prompt, where an input that is a list is a link.
+def fault(caption: Caption, inputs: Mapping[str, Any]) -> str | None:
+    """An error message on a node in a prompt, whose values ComfyUI has converted.
 
-    Returns the input at fault, which may be :data:`LINKS`, and an error message; None if ComfyUI
-    itself finds all faults, or there are none.
+    None if there is nothing wrong, or nothing that ComfyUI does not report itself.
     """
-    message = _fault_of_links(caption, inputs)
-    if message is not None:
-        return LINKS, message
-    # ComfyUI checks the options of the other nodes well enough.
-    if caption is PATCH:
-        try:
-            config_of(**_known(inputs))
-        except OptionError as error:
-            return error.option, str(error)
-    return None
-
-
-def _known(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs of the patch node whose values are known before the run."""
-    known = {}
-    if not isinstance(settings := _unwrapped(inputs.get("settings", [])), list):
-        known["settings"] = settings
-    for option in PATCH.options:
-        value = _unwrapped(inputs.get(option.name, option.default))
-        if not isinstance(value, list):
-            # ComfyUI converts values too, and reports what it cannot convert.
-            with suppress(TypeError, ValueError, OverflowError):
-                known[option.name] = value if option.choices else type(option.default)(value)
-        elif option is PRESET:
-            # Any preset may arrive, so refuse only what no preset allows.
-            known[option.name] = CUSTOM
-    return known
-
-
-def _unwrapped(value: Any) -> Any:
-    """The value of an input; a prompt may wrap it to show that it is not a link."""
-    return value.get("__value__", value) if isinstance(value, dict) else value
-
-
-def _fault_of_links(caption: Caption, inputs: Mapping[str, Any]) -> str | None:
-    """An error message if a node has a link to no input, or a value where a link belongs."""
     for slot in caption.inputs:
-        value = inputs.get(slot.name, [])
-        is_left_out = value is None and slot.optional
-        if not (is_left_out or slot.is_text or isinstance(value, list)):
+        value = inputs.get(slot.name)
+        is_left_out = slot.name not in inputs or (value is None and slot.optional)
+        if not (is_left_out or slot.is_text or is_link(value)):
             must = f"it must be a link to an output of type {slot.type}"
             return f"{slot.name}={shown(value)} is not allowed: {must}"
     for name, value in inputs.items():
+        # ComfyUI would follow the link, and drops any other value.
         if is_link(value) and name not in caption.names:
             return _unknown(caption, name, f"{value}")
+    # ComfyUI checks the options of the other nodes well enough.
+    return _contradiction(inputs) if caption is PATCH else None
+
+
+def _contradiction(inputs: Mapping[str, Any]) -> str | None:
+    names = [name for name in PATCH.names if name in inputs and name != "model"]
+    known = {name: inputs[name] for name in names if not is_link(inputs[name])}
+    if PRESET.name in names:
+        # Any preset may come over a link, so refuse only what no preset allows.
+        known.setdefault(PRESET.name, CUSTOM)
+    try:
+        config_of(**known)
+    except OptionTypeError:
+        # ComfyUI has reported it: it could not convert the value.
+        return None
+    except OptionError as error:
+        return str(error)
     return None
 
 
