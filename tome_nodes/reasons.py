@@ -252,15 +252,15 @@ def percents(start: float, end: float, begins: float = 0.0) -> Reason:
     )
 
 
-def saves_little(saved: float, least: float, fast_saves: bool) -> Reason:
+def saves_little(saved: float, least: float, more: str) -> Reason:
     """For a preset under which merging saves a share of the work that is smaller than ``least``.
 
-    ``fast_saves`` is whether preset *fast* would save enough.
+    ``more`` is the preset that would save enough; empty if there is none.
     """
     return Reason(
         f"merging would save {saved:.0%} of the work here, less than {least:.0%}, the least that "
         "pays off",
-        "take preset fast" if fast_saves else _LEAVE_OUT,
+        f"take preset {more}" if more else _LEAVE_OUT,
     )
 
 

@@ -110,7 +110,6 @@ def test_fast_merges_only_keys_in_the_two_largest_maps_of_sd15(sd15_of, end, exp
     ids=str,
 )
 def test_without_a_server_the_node_refuses_when_it_runs(sd15, inputs, sentence):
-    assert ToMePatchModel.validate_inputs(model=sd15) is True
     with pytest.raises(OptionError, match=sentence):
         patched(sd15, **inputs)
 

@@ -152,6 +152,6 @@ def test_a_preset_that_saves_next_to_nothing_merges_nothing(sd15, log_messages, 
     same = torch.equal(sample_sd15(patched, (16, 16)), sample_sd15(sd15, (16, 16)))
     assert same != merges
     counted = PatchedModel(config, UNET, sd15.model.diffusion_model, Observer())
-    why = reasons.saves_little(counted.saved(Grid(16, 16)), 0.9, False).why
+    why = reasons.saves_little(counted.saved(Grid(16, 16)), 0.9, "").why
     (line,) = log_messages()
     assert (f"nothing merged: {why}; " in line) != merges

@@ -251,9 +251,6 @@ def test_an_answer_stays_as_it_is_where_nothing_is_known_of(share, last_share, i
     assert run(kept, at(index, level, latent_share=last_share), answer) is answer
 
 
-SIXTH = at(5, 1.0, 20, latent_share=0.8)
-
-
 def test_what_was_answered_is_kept_even_if_the_host_changes_it():
     answer = ONE + CHANGE
     kept = after(KNOWN[0], (1, -2.0, answer))

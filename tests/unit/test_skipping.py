@@ -72,6 +72,10 @@ def test_a_last_step_that_paints_much_is_whole(count, begins, whole):
     assert sorted(whole_evaluations(0.6, levels(count, begins, ends=3.0))) == whole
 
 
+def test_levels_that_are_all_alike_have_a_plan():
+    assert sorted(whole_evaluations(0.6, [5.0] * 8)) == [0, 1, 2, 3, 5]
+
+
 ENDS = st.sampled_from([3.0, 7.0])
 
 

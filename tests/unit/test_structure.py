@@ -18,7 +18,7 @@ LAYERS = {
     "ranks": {"reasons"},
     "ops": set(),
     "forecasting": {"reasons"},
-    "skipping": set(),
+    "skipping": {"reasons"},
     "strategies": {"settings", "ops"},
     "patching": _MERGING - {"patching"},
     "tuning": {"settings", "patching"},

@@ -209,9 +209,10 @@ class ForecastPart:
         return [*found.unbind()]
 
     def see_parts(self, given: Mapping[str, Any]) -> Any:
-        """See the answers that guidance gets, if they came in other shapes."""
-        answers = given["conds_out"]
-        if self._step is not None and not self._parts:
+        """See the answers that guidance gets, if they were put together of parts."""
+        answers, latent = given["conds_out"], self._latent
+        is_whole = latent is not None and all(each.shape == latent.shape for each in answers)
+        if self._step is not None and is_whole and not self._parts:
             self._parts = [each.detach().clone() for each in answers]
         return answers
 

@@ -52,12 +52,14 @@ def seen_by_guidance(guider: Any, see: Callable[[Mapping[str, Any]], Any]) -> It
     ``see`` is called with what the host hands to such functions, and returns ``conds_out`` of it.
     """
     options = guider.model_options
-    others = options.get(_BEFORE_GUIDANCE, [])
-    options[_BEFORE_GUIDANCE] = [see, *others]
+    others = options.get(_BEFORE_GUIDANCE)
+    options[_BEFORE_GUIDANCE] = [see, *(others or ())]
     try:
         yield
     finally:
-        options[_BEFORE_GUIDANCE] = others
+        del options[_BEFORE_GUIDANCE]
+        if others is not None:
+            options[_BEFORE_GUIDANCE] = others
 
 
 _BEFORE_GUIDANCE = "sampler_pre_cfg_function"

@@ -159,13 +159,13 @@ class MergingPart:
             return run.evaluate(call, request)
         given = None
         try:
-            given, blocks = shallow.given(keys), len(network.output_blocks)
+            given, blocks = shallow.run.given(keys), len(network.output_blocks)
             if given is not None:
                 control = shallow_control(conditions["control"], blocks)
                 own = partial(call, shallow_options(options, blocks), control)
                 return run.evaluate_shallow(own, request, deep, given)
             answer, came = run.evaluate_watched(call, request, deep)
-            shallow.keep(keys, came)
+            shallow.run.keep(keys, came)
             return answer
         except InterruptProcessingException:
             raise

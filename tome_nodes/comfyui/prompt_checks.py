@@ -27,7 +27,8 @@ def look_at_prompts() -> None:
 
 
 def _look(request: Any) -> Any:
-    _prompt.set(request.get("prompt") or {})
+    prompt = request.get("prompt") if isinstance(request, dict) else None
+    _prompt.set(prompt if isinstance(prompt, dict) else {})
     return request
 
 
@@ -37,4 +38,4 @@ def verdict(caption: Caption) -> str | bool:
     if context is None or context.node_id not in (prompt := _prompt.get({})):
         return True
     # ComfyUI has converted the values in it.
-    return fault(caption, prompt[context.node_id]["inputs"]) or True
+    return fault(caption, prompt[context.node_id]["inputs"], prompt) or True

@@ -5,7 +5,6 @@ and the last output block run, and what comes up from the blocks between goes on
 evaluations.
 """
 
-import logging
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -27,12 +26,13 @@ from .guided_answers import Latents, is_cached, none_is_active, options_of, plac
 from .shallow_call import Options
 from .step_count import StepCount
 
-# Not ``__name__``: ComfyUI names the package after its folder.
-log = logging.getLogger("tome_nodes")
-
 
 class ShallowPart:
-    """Decides which evaluations of one sampling run are shallow, and keeps features for them."""
+    """Tells a :class:`ShallowRun` of the evaluations of one sampling run.
+
+    Attributes:
+        run: decides which of them are shallow, and keeps features for them.
+    """
 
     def __init__(
         self, config: ToMeConfig, guider: Any, sampler: str, steps: StepCount, latents: Latents
@@ -47,7 +47,7 @@ class ShallowPart:
         self._steps = steps
         self._sampling: Any = guider.model_patcher.get_model_object("model_sampling")
         self._is_flow = isinstance(self._sampling, CONST)
-        self._run = ShallowRun(config.shallow_ratio, goes_on=not adds_noise(sampler))
+        self.run = ShallowRun(config.shallow_ratio, goes_on=not adds_noise(sampler))
         self._latents = latents
         self._latent: Tensor | None = None
         self._where: Hashable = None
@@ -56,7 +56,7 @@ class ShallowPart:
         self._is_planned = False
         self._conditions: Hashable = None
         self._place = 0.0
-        self._obstacle = self._obstacle_before()
+        self.run.obstacle = self._obstacle_before()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShallowPart":
         # Another node may copy the transformer options, whose wrappers hold this.
@@ -65,7 +65,7 @@ class ShallowPart:
     @property
     def reason(self) -> reasons.Reason:
         """Why no evaluation was shallow, as far as is known."""
-        return self._obstacle or reasons.NEVER_SHALLOW
+        return self.run.why_none()
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -74,13 +74,13 @@ class ShallowPart:
             with wrapped(self._guider, self.predict_noise, self.calc_cond_batch):
                 yield
         finally:
-            self._run.clear()
+            self.run.clear()
             self._latents.clear()
             self._latent = None
 
     def predict_noise(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
         """Wrap a guided answer, for which the model may be called several times."""
-        if self._obstacle is not None:
+        if self.run.obstacle is not None:
             return executor(*args, **kwargs)
         self._latent = args[0]
         self._begin(args[0], args[1], options_of(args, kwargs))
@@ -92,15 +92,13 @@ class ShallowPart:
         self, executor: WrapperExecutor, model: Any, conds: Any, x_in: Tensor, *others: Any
     ) -> Any:
         """Wrap the answers to some conditions, in a window of the latent or in all of it."""
-        if self._latent is not None and self._obstacle is None:
+        if self._latent is not None and self.run.obstacle is None:
             self._where = place_in(x_in, self._latent)
         return executor(model, conds, x_in, *others)
 
     def stop(self, why: reasons.Reason) -> None:
         """Run the rest whole, and drop what is kept: memory may be short."""
-        log.warning("[ToMe] %s; the rest of this run goes on without shallow steps", why)
-        self._obstacle = why
-        self._run.clear()
+        self.run.stop(why)
         self._latents.clear()
 
     def keys_of(
@@ -118,22 +116,11 @@ class ShallowPart:
         Returns:
             The keys; None if the call is the plain one, of which nothing is kept.
         """
-        if self._obstacle is None and torch.is_grad_enabled():
-            self._obstacle = reasons.FORECAST_GRADIENTS
         names = options.get("uuids") or options.get("cond_or_uncond") or [0]
         if self._where is not None:
             names = [(name, self._where) for name in names]
         # Another node may call the model for a part of them.
-        return None if self._obstacle is not None else self._run.keys_of(names, shape, device)
-
-    def given(self, keys: Sequence[Hashable]) -> Tensor | None:
-        """What takes the place of what would come up in a call; None if the call is whole."""
-        return self._run.given(keys)
-
-    def keep(self, keys: Sequence[Hashable], came: Tensor | None) -> None:
-        """Keep what came up in a whole call that has ended well."""
-        if self._obstacle is None:
-            self._run.keep(keys, came)
+        return self.run.keys_of(names, shape, device)
 
     def _begin(self, latent: Tensor, sigma: Tensor, options: Mapping[str, Any]) -> None:
         """Begin a guided answer: decide whether it is shallow."""
@@ -148,17 +135,17 @@ class ShallowPart:
             # All samplers evaluate the step that leaves no noise once.
             once = self._steps.schedule[-1] == 0
             levels = [level for level in others for _ in range(evaluations)]
-            self._run.plan([*levels, *[last] * (1 if once else evaluations)])
+            self.run.plan([*levels, *[last] * (1 if once else evaluations)])
             self._is_planned = True
         level = self._level(sigma, index)
         conditions = conditions_of(self._guider, options, level)
         is_new, self._conditions = conditions != self._conditions, conditions
         if is_new:
-            self._run.clear()
+            self.run.clear()
         self._place = log_snr(level, self._is_flow) if level > 0 else self._place
         is_on = is_active(self._config, level, self._sampling.percent_to_sigma)
-        self._run.begin(index, self._place, may_be_shallow=is_on and not is_new)
-        self._run.follow(self._latents.begin(latent, level))
+        self.run.begin(index, self._place, may_be_shallow=is_on and not is_new)
+        self.run.follow(self._latents.begin(latent, level))
 
     def _level(self, sigma: Tensor, index: int) -> float:
         """The noise level of an answer; reading it waits for the GPU, so a known one counts."""

@@ -1,7 +1,7 @@
 """Check the inputs of the nodes, in a prompt and when a node runs."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -101,10 +101,11 @@ def options_of(caption: Caption, inputs: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def fault(caption: Caption, inputs: Mapping[str, Any]) -> str | None:
+def fault(caption: Caption, inputs: Mapping[str, Any], nodes: Collection[str] = ()) -> str | None:
     """An error message on a node in a prompt, whose values ComfyUI has converted.
 
-    None if there is nothing wrong, or nothing that ComfyUI does not report itself.
+    ``nodes`` are the ids of the prompt's nodes. None if there is nothing wrong, or nothing that
+    ComfyUI does not report itself.
     """
     for slot in caption.inputs:
         value = inputs.get(slot.name)
@@ -113,9 +114,13 @@ def fault(caption: Caption, inputs: Mapping[str, Any]) -> str | None:
             must = f"it must be a link to an output of type {slot.type}"
             return f"{slot.name}={shown(value)} is not allowed: {must}"
     for name, value in inputs.items():
+        if not is_link(value):
+            continue
         # ComfyUI would follow the link, and drops any other value.
-        if is_link(value) and name not in caption.names:
+        if name not in caption.names:
             return _unknown(caption, name, f"{value}")
+        if value[0] not in nodes:
+            return f"{name}={value} is not allowed: there is no node {shown(value[0])}"
     # ComfyUI checks the options of the other nodes well enough.
     return _contradiction(inputs) if caption is PATCH else None
 

@@ -97,19 +97,19 @@ class PatchedModel(ModelState):
             if most < self.least_tokens and not self.observer.follows_blocks:
                 reason = self.too_few(most)
             elif saved is not None and saved < least_saved:
-                reason = reasons.saves_little(saved, least_saved, self._more_merges(latent))
+                reason = reasons.saves_little(saved, least_saved, self._preset_that_merges(latent))
             self._too_little[latent] = reason
         return self._too_little[latent]
 
-    def _more_merges(self, latent: Grid) -> bool:
-        """Whether the preset that merges more would merge, where its own saves too little."""
+    def _preset_that_merges(self, latent: Grid) -> str:
+        """The preset that would merge where this one saves too little; empty if there is none."""
         more = self.config.policy.more
         if not more:
-            return False
+            return ""
         free = {name: getattr(self.config, name) for name in FREE}
         config = ToMeConfig(**settings_of(more, free))
         model = PatchedModel(config, self.record, self.model, Observer())
-        return model.too_little(latent) is None
+        return more if model.too_little(latent) is None else ""
 
     def attentions(self) -> set[Attention]:
         """The attention functions that its blocks will call, as far as the host tells."""

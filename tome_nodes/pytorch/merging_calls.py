@@ -27,7 +27,7 @@ from ..report.run_record import RunRecord, merging_record
 from ..settings.config import ToMeConfig
 from ..strategies.plan import Grid
 from .arguments import first_two_arguments
-from .log_once import LogOnce, log
+from .log_once import LogOnce
 from .patched_calls import PatchedCalls
 from .scheduling import Scheduling
 from .unet_run import UNetRun
@@ -204,9 +204,7 @@ class MergingCalls(PatchedCalls):
         request = Request(at, self._latent, device, sample.dtype, obstacle)
         if run is None:
             return _Call(request)
-        keys = None
-        if run.obstacle is None:
-            keys = run.shallow.keys_of([0], sample.shape, sample.device)
+        keys = run.shallow.keys_of([0], sample.shape, sample.device)
         if keys is None:
             # Before every call, all ranks are asked.
             self._ranks.agree(False)
@@ -233,9 +231,7 @@ class MergingCalls(PatchedCalls):
             if run is not None and run.counts.skipped_steps:
                 self._report_run(run)
             run = self._run = UNetRun(self._config, self._scheduling, self._levels)
-            run.obstacle = self._unets.whole_only(self.network)
-        if run.obstacle is None and torch.is_grad_enabled():
-            run.obstacle = reasons.FORECAST_GRADIENTS
+            run.shallow.obstacle = self._unets.whole_only(self.network)
         run.begin(sample, timestep, conditions, is_on)
         return run
 
@@ -249,7 +245,7 @@ class MergingCalls(PatchedCalls):
         if self._ranks.agree(given is not None):
             return given
         if given is not None:
-            run.run_whole(reasons.OTHER_RANKS)
+            run.shallow.run_whole(reasons.OTHER_RANKS)
         return None
 
     @torch.compiler.disable
@@ -263,7 +259,6 @@ class MergingCalls(PatchedCalls):
         """Why the rest of this run is whole after an error; None if that would not help."""
         why = why_stopped(error, self.network, is_shallow)
         if why is not None and self._run is not None:
-            log.warning("[ToMe] %s; the rest of this run goes on without shallow steps", why)
             self._run.stop(why)
         return why
 
@@ -304,7 +299,7 @@ class MergingCalls(PatchedCalls):
         why = record.unmerged
         if why is not None:
             # Steps may still be shallow, so ToMe is not to be left out.
-            is_open = self._run is not None and self._run.obstacle is None
+            is_open = self._run is not None and self._run.shallow.obstacle is None
             self._once.warn(f"nothing merged: {why.why if is_open and not why.helps else why}")
         elif record.gain is not None:
             self._once.info(f"{record.line}; {record.gain.words}")

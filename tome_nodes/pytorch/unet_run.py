@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import reasons
 from ..report.counts import Counts
 from ..settings.config import ToMeConfig
-from ..skipping.plan import FIRST, LEAST_SNR, adds_noise, shortest
+from ..skipping.plan import FIRST, LEAST_SNR, adds_noise
 from ..skipping.shallow_run import ShallowRun
 from .latents import CalledLatents
 from .scheduling import Scheduling
@@ -49,7 +49,6 @@ class UNetRun:
         index: the number of the latest evaluation, from 0.
         is_known: whether the scheduler has the timesteps so far, and so those that follow.
         was_active: whether any evaluation was between ``start_percent`` and ``end_percent``.
-        obstacle: why no evaluation is shallow; None if one may be.
         is_reported: whether it was.
     """
 
@@ -58,11 +57,9 @@ class UNetRun:
         self.counts = Counts()
         self.begun: dict[int, float] = {}
         self.index = -1
-        self.obstacle: reasons.Reason | None = None
         self.is_known = False
         self.was_active = False
         self.is_reported = False
-        self._why_whole = reasons.NEVER_SHALLOW
         self._scheduling = scheduling
         self._scheduler = scheduling.scheduler
         self._given = getattr(self._scheduler, "timesteps", None)
@@ -70,13 +67,12 @@ class UNetRun:
         self._levels = levels
         self._times: list[float] = []
         self._gap = 0.0
-        self._ratio = config.shallow_ratio
         self._conditions: list[Hashable] = []
         self._before: list[Hashable] = []
         self._count: int | None = None
         # To copy under a sampler without noise does more harm than a line under one with noise.
         goes_on = self._scheduler is None or not adds_noise(_words(self._scheduler))
-        self.shallow = ShallowRun(self._ratio, goes_on)
+        self.shallow = ShallowRun(config.shallow_ratio, goes_on)
         # Noise that is added is as large as the latent that the model is given.
         self._latents = CalledLatents() if goes_on and not _clips(self._scheduler) else None
 
@@ -120,14 +116,13 @@ class UNetRun:
         self.was_active |= is_active
         if self.index < FIRST:
             self._plan()
-        may_be_shallow = is_active and self.obstacle is None
-        self.shallow.begin(self.index, self._place(timestep), may_be_shallow)
+        self.shallow.begin(self.index, self._place(timestep), may_be_shallow=is_active)
         self._look(sample)
         self._see(conditions)
 
     def note(self, answer: Any) -> None:
         """Note what a call returned."""
-        if self._latents is not None and self.obstacle is None:
+        if self._latents is not None and self.shallow.obstacle is None:
             self._latents.note(answer if isinstance(answer, Tensor) else answer[0])
 
     @property
@@ -153,25 +148,16 @@ class UNetRun:
     @property
     def reason(self) -> reasons.Reason:
         """Why no evaluation was shallow, as far as is known."""
-        count, least = self._count, shortest(self._ratio)
-        if self.obstacle is None and count is not None and count < least:
-            return reasons.too_short_for_shallow(count, least)
-        return self.obstacle or self._why_whole
-
-    def run_whole(self, why: reasons.Reason) -> None:
-        """Run the rest of this evaluation whole, which would be shallow."""
-        self.shallow.is_shallow = False
-        self._why_whole = why
+        return self.shallow.why_none(self._count)
 
     def stop(self, why: reasons.Reason) -> None:
         """Run the rest whole, and drop what is kept."""
-        self.obstacle = why
-        self.shallow.clear()
+        self.shallow.stop(why)
         self._latents = None
 
     def _look(self, sample: Tensor) -> None:
         """Look whether the latent of a new evaluation is where the scheduler was led."""
-        if self._latents is None or self.obstacle is not None:
+        if self._latents is None or self.shallow.obstacle is not None:
             return
         self.shallow.follow(self._latents.begin(sample))
 
@@ -191,7 +177,7 @@ class UNetRun:
         if self.index < FIRST - 1:
             return
         if times and self._place(times[-1]) < LEAST_SNR:
-            self.obstacle = reasons.UNEVEN
+            self.shallow.obstacle = reasons.UNEVEN
         if not times:
             first, last = self._times[0], self._times[-1]
             gap = (first - last) / (len(self._times) - 1)

@@ -70,7 +70,9 @@ def whole_evaluations(ratio: float, levels: Sequence[float]) -> frozenset[int]:
 def _is_coarse(levels: Sequence[float]) -> bool:
     """Whether the end of a run is coarse, see :data:`COARSE`."""
     steps = sorted({*levels})
-    return steps[-1] - steps[-2] > COARSE * (steps[-1] - steps[0]) / (len(steps) - 1)
+    return len(steps) > 1 and steps[-1] - steps[-2] > COARSE * (steps[-1] - steps[0]) / (
+        len(steps) - 1
+    )
 
 
 def _dense_at_first(total: int, shallow: int, order: int) -> Iterable[int]:

@@ -1,5 +1,6 @@
 """The evaluations of a sampling run, some of which are shallow."""
 
+import logging
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from threading import Lock
@@ -7,8 +8,11 @@ from threading import Lock
 import torch
 from torch import Tensor
 
+from .. import reasons
 from .features import Features
-from .plan import FIRST, whole_evaluations
+from .plan import FIRST, shortest, whole_evaluations
+
+log = logging.getLogger("tome_nodes")
 
 _FIRST_KEPT = FIRST - 2
 """The first evaluation of which features are kept: a line goes through the last two."""
@@ -21,11 +25,14 @@ class ShallowRun:
 
     Attributes:
         is_shallow: whether the current evaluation is shallow where all that it needs is kept.
+        obstacle: why the rest of the run is whole; None if more of it may be shallow.
     """
 
     def __init__(self, ratio: float, goes_on: bool):
         """``goes_on`` is whether features go on along a line; else the last are copied."""
         self.is_shallow = False
+        self.obstacle: reasons.Reason | None = None
+        self._why_whole = reasons.NEVER_SHALLOW
         self._ratio = ratio
         self._features = Features(goes_on)
         self._lock = Lock()
@@ -34,6 +41,13 @@ class ShallowRun:
         self._index, self._place = 0, 0.0
         self._whole: frozenset[int] = frozenset()
         self._followed: list[Tensor] = []
+
+    def why_none(self, count: int | None = None) -> reasons.Reason:
+        """Why no evaluation was shallow; ``count`` is how many there are, if that is known."""
+        least = shortest(self._ratio)
+        if self.obstacle is None and count is not None and count < least:
+            return reasons.too_short_for_shallow(count, least)
+        return self.obstacle or self._why_whole
 
     def plan(self, levels: Sequence[float]) -> None:
         """Plan a run; all evaluations are whole before that is called.
@@ -52,9 +66,8 @@ class ShallowRun:
         """
         self._calls.clear()
         self._index, self._place = index, place
-        self.is_shallow = (
-            may_be_shallow and FIRST <= index < self._count and index not in self._whole
-        )
+        is_planned = FIRST <= index < self._count and index not in self._whole
+        self.is_shallow = is_planned and may_be_shallow and self.obstacle is None
 
     def follow(self, leads: Tensor | None) -> None:
         """Note whether the evaluations before this one led to its latent, None if nothing is known.
@@ -82,9 +95,12 @@ class ShallowRun:
             device: the device that it is on.
 
         Returns:
-            The keys; None if the samples cannot be dealt out to the parts.
+            The keys; None if the samples cannot be dealt out to the parts, or if the rest of the
+            run is whole.
         """
-        if shape[0] % len(names):
+        if self.obstacle is None and torch.is_grad_enabled():
+            self.obstacle = reasons.FORECAST_GRADIENTS
+        if self.obstacle is not None or shape[0] % len(names):
             return None
         keys: list[Hashable] = []
         with self._lock:
@@ -101,9 +117,21 @@ class ShallowRun:
 
     def keep(self, keys: Sequence[Hashable], came: Tensor | None) -> None:
         """Keep what came up in a whole call that has ended well, if all of its evaluation are."""
-        if came is not None and self._index >= _FIRST_KEPT and not self.is_shallow:
+        is_kept = self._index >= _FIRST_KEPT and not self.is_shallow and self.obstacle is None
+        if came is not None and is_kept:
             with self._lock:
                 self._features.keep(keys, self._place, came)
+
+    def run_whole(self, why: reasons.Reason) -> None:
+        """Run the rest of this evaluation whole, which would be shallow."""
+        self.is_shallow = False
+        self._why_whole = why
+
+    def stop(self, why: reasons.Reason) -> None:
+        """Run the rest of the run whole after an error, and drop what is kept."""
+        log.warning("[ToMe] %s; the rest of this run goes on without shallow steps", why)
+        self.obstacle = why
+        self.clear()
 
     def clear(self) -> None:
         """Drop everything that is kept, so that the rest of the evaluation is whole."""
