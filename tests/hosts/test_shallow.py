@@ -29,6 +29,7 @@ from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.skipping import shallow_run
 from tome_nodes.skipping.features import Features
 from tome_nodes.skipping.plan import FIRST, whole_evaluations
+from tome_nodes.skipping.shallow_run import ShallowRun
 
 SIZE = 32, 32
 CACHES = "EasyCache", "LazyCache"
