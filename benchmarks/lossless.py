@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from tome_nodes.merging.engine import MakeStrategy
 from tome_nodes.ops import Operations
-from tome_nodes.patching.engine import MakeStrategy
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.strategies.plan import Grid, Plan
 from tome_nodes.strategies.strategy import Strategy

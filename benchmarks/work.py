@@ -21,9 +21,9 @@ from torch import nn  # noqa: E402
 
 from benchmarks.speed.figures import WEBP, grid, joined  # noqa: E402
 from tome_nodes.comfyui.models.unet import UNET, deep_layers  # noqa: E402
-from tome_nodes.patching.evaluation import Observer  # noqa: E402
-from tome_nodes.patching.model import PatchedModel  # noqa: E402
-from tome_nodes.patching.work import Work  # noqa: E402
+from tome_nodes.merging.evaluation import Observer  # noqa: E402
+from tome_nodes.merging.model import PatchedModel  # noqa: E402
+from tome_nodes.merging.work import Work  # noqa: E402
 from tome_nodes.settings.config import ToMeConfig  # noqa: E402
 from tome_nodes.settings.policy import LEAST_SAVED  # noqa: E402
 from tome_nodes.settings.presets import PRESETS, settings_of  # noqa: E402

@@ -16,8 +16,8 @@ from torch._dynamo.testing import CompileCounter
 
 import tome_nodes
 from benchmarks.lossless import lossless
-from tome_nodes.pytorch.patch import _networks_of
-from tome_nodes.pytorch.patched_model import NetworkPatch
+from tome_nodes.python.patch import _networks_of
+from tome_nodes.python.patched_model import NetworkPatch
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.policy import Policy
 from tome_nodes.skipping.plan import whole_evaluations

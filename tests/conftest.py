@@ -65,7 +65,7 @@ def nothing_gives_way(caplog, request):
 @pytest.fixture
 def untried():
     """What merging runs on is tried anew, in this test and after it."""
-    from tome_nodes.patching import engine
+    from tome_nodes.merging import engine
 
     engine.missing_operation.cache_clear()
     yield

@@ -42,9 +42,9 @@ from benchmarks.speed.measure import Operators, Subject, merged_blocks  # noqa: 
 from benchmarks.speed.record import Record, say  # noqa: E402
 from tome_nodes.comfyui.attachment import attach  # noqa: E402
 from tome_nodes.comfyui.neighbours import KEY  # noqa: E402
+from tome_nodes.merging import engine  # noqa: E402
+from tome_nodes.merging.key_weights import Capabilities  # noqa: E402
 from tome_nodes.ops import triton as kernels  # noqa: E402
-from tome_nodes.patching import engine  # noqa: E402
-from tome_nodes.patching.key_weights import Capabilities  # noqa: E402
 from tome_nodes.settings.config import ToMeConfig  # noqa: E402
 from tome_nodes.settings.presets import PRESETS, settings_of  # noqa: E402
 

@@ -18,16 +18,16 @@ from tome_nodes.comfyui.attachment import attach
 from tome_nodes.comfyui.models.attention_block import Part
 from tome_nodes.comfyui.models.base import OVERRIDE
 from tome_nodes.comfyui.models.unet import weigh_keys
-from tome_nodes.ops import TORCH
-from tome_nodes.patching import attention_trial
-from tome_nodes.patching.attention_trial import Tried, try_out
-from tome_nodes.patching.key_weights import (
+from tome_nodes.merging import attention_trial
+from tome_nodes.merging.attention_trial import Tried, try_out
+from tome_nodes.merging.key_weights import (
     Capabilities,
     KeyWeights,
     Ways,
     attend,
     capabilities,
 )
+from tome_nodes.ops import TORCH
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.strategies import make_strategy
 from tome_nodes.strategies.plan import Grid, Plan

@@ -32,10 +32,10 @@ from tome_nodes.comfyui import attachment, merging_part
 from tome_nodes.comfyui.attachment import attach, detach, last_run
 from tome_nodes.comfyui.merging_part import noise_level
 from tome_nodes.comfyui.step_count import StepCount
+from tome_nodes.merging import engine, key_weights
+from tome_nodes.merging.key_weights import Capabilities
+from tome_nodes.merging.schedule import is_active
 from tome_nodes.ops.clock import Clock
-from tome_nodes.patching import engine, key_weights
-from tome_nodes.patching.key_weights import Capabilities
-from tome_nodes.patching.schedule import is_active
 from tome_nodes.settings.config import OPTIONS
 from tome_nodes.settings.policy import PLAIN
 from tome_nodes.strategies.plan import Grid, Plan

@@ -54,11 +54,11 @@ from torch._subclasses import FakeTensorMode
 
 import tome_nodes
 from tome_nodes import reasons
-from tome_nodes.patching.model import unwrapped
-from tome_nodes.pytorch.diffusers_unets import DiffusersUNets
-from tome_nodes.pytorch.patched_model import NetworkPatch
-from tome_nodes.pytorch.patched_unet import UNetContext
-from tome_nodes.pytorch.scheduling import Scheduling
+from tome_nodes.merging.model import unwrapped
+from tome_nodes.python.diffusers_unets import DiffusersUNets
+from tome_nodes.python.patched_model import NetworkPatch
+from tome_nodes.python.patched_unet import UNetContext
+from tome_nodes.python.scheduling import Scheduling
 from tome_nodes.settings.config import OPTIONS, ToMeConfig
 from tome_nodes.settings.presets import settings_of
 from tome_nodes.strategies.bipartite import BipartiteStrategy

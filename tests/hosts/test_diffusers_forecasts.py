@@ -23,9 +23,9 @@ import tome_nodes
 from tome_nodes import reasons
 from tome_nodes.forecasting import forecasts
 from tome_nodes.forecasting.steps import log_snr, steps_that_run
-from tome_nodes.pytorch import pipeline_runs
-from tome_nodes.pytorch.diffusers_transformers import DiffusersTransformers
-from tome_nodes.pytorch.flow_call import FlowCall, flow_call
+from tome_nodes.python import pipeline_runs
+from tome_nodes.python.diffusers_transformers import DiffusersTransformers
+from tome_nodes.python.flow_call import FlowCall, flow_call
 
 pytestmark = pytest.mark.newest_only
 

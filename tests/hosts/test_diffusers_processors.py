@@ -19,9 +19,9 @@ from models.unet_pipelines import make
 
 import tome_nodes
 from tome_nodes import reasons
+from tome_nodes.merging.key_weights import Capabilities, KeyWeights, Ways
 from tome_nodes.ops import TORCH
-from tome_nodes.patching.key_weights import Capabilities, KeyWeights, Ways
-from tome_nodes.pytorch.diffusers_unets import DiffusersUNets
+from tome_nodes.python.diffusers_unets import DiffusersUNets
 
 pytestmark = pytest.mark.newest_only
 

@@ -17,11 +17,11 @@ from models.pipelines import CASES, COMPILED, inputs, make_unet, noise, picture,
 
 import tome_nodes
 from tome_nodes import reasons
-from tome_nodes.patching.model_run import ModelRun
-from tome_nodes.pytorch import merging_calls, unet_run
-from tome_nodes.pytorch.diffusers_unets import DiffusersUNets
-from tome_nodes.pytorch.scheduling import Scheduling
-from tome_nodes.pytorch.unet_run import UNetRun
+from tome_nodes.merging.model_run import ModelRun
+from tome_nodes.python import merging_calls, unet_run
+from tome_nodes.python.diffusers_unets import DiffusersUNets
+from tome_nodes.python.scheduling import Scheduling
+from tome_nodes.python.unet_run import UNetRun
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.skipping.features import Features
 from tome_nodes.skipping.plan import whole_evaluations

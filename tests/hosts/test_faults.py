@@ -16,8 +16,8 @@ from torch._dynamo.testing import CompileCounter
 import tome_nodes
 from tome_nodes import reasons
 from tome_nodes.comfyui.attachment import attach
-from tome_nodes.patching import model_run
-from tome_nodes.patching.block import Block
+from tome_nodes.merging import model_run
+from tome_nodes.merging.block import Block
 from tome_nodes.strategies.cells import CellStrategy
 from tome_nodes.strategies.plan import Plan
 

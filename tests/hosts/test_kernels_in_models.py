@@ -15,11 +15,11 @@ from torch._dynamo.testing import CompileCounter
 from benchmarks.speed.measure import Operators
 from tome_nodes.comfyui.attachment import attach
 from tome_nodes.comfyui.models.unet import weigh_keys
+from tome_nodes.merging.key_weights import Capabilities, KeyWeights, Ways
 from tome_nodes.ops import triton as kernels
 from tome_nodes.ops.triton import launching
 from tome_nodes.ops.triton import merging as merging_kernels
 from tome_nodes.ops.triton.merging import merge_kernel
-from tome_nodes.patching.key_weights import Capabilities, KeyWeights, Ways
 from tome_nodes.settings.presets import PRESETS
 
 pytestmark = pytest.mark.newest_only

@@ -20,7 +20,7 @@ from ldm.modules.diffusionmodules.util import make_beta_schedule
 from torch import nn
 
 import tome_nodes
-from tome_nodes.pytorch.ldm import LdmUNets
+from tome_nodes.python.ldm import LdmUNets
 
 pytestmark = [
     pytest.mark.newest_only,

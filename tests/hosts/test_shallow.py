@@ -23,7 +23,7 @@ from tome_nodes.comfyui import shallow_part
 from tome_nodes.comfyui.attachment import attach, last_run
 from tome_nodes.comfyui.merging_part import MergingPart
 from tome_nodes.comfyui.shallow_call import shallow_control, shallow_options
-from tome_nodes.patching.model_run import ModelRun
+from tome_nodes.merging.model_run import ModelRun
 from tome_nodes.report.pages import in_words
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.skipping import shallow_run

@@ -14,9 +14,9 @@ from benchmarks.others import plan_of_functions
 from tome_nodes import reasons
 from tome_nodes.comfyui.attachment import attach
 from tome_nodes.comfyui.models.unet import UNET
-from tome_nodes.patching.evaluation import Observer
-from tome_nodes.patching.model import PatchedModel
-from tome_nodes.pytorch.diffusers_unets import DiffusersUNets
+from tome_nodes.merging.evaluation import Observer
+from tome_nodes.merging.model import PatchedModel
+from tome_nodes.python.diffusers_unets import DiffusersUNets
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.strategies import strategy_class
 from tome_nodes.strategies.plan import Grid

@@ -5,12 +5,12 @@ import torch
 from torch import nn
 from torch.nn import Linear
 
-from tome_nodes.patching.evaluation import Observer
-from tome_nodes.patching.model import deepest_level
-from tome_nodes.patching.model_run import ModelRun, Request
-from tome_nodes.patching.schedule import MergingStep, step_index
-from tome_nodes.patching.stack import Stack
-from tome_nodes.patching.unet import UNetRecord
+from tome_nodes.merging.evaluation import Observer
+from tome_nodes.merging.model import deepest_level
+from tome_nodes.merging.model_run import ModelRun, Request
+from tome_nodes.merging.schedule import MergingStep, step_index
+from tome_nodes.merging.stack import Stack
+from tome_nodes.merging.unet import UNetRecord
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.strategies import make_strategy
 from tome_nodes.strategies.plan import Grid

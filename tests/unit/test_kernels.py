@@ -351,7 +351,7 @@ def test_the_pack_imports_no_triton_and_takes_torch_where_there_is_no_working_on
     script = f"""
 import sys, types
 sys.path.insert(0, {str(ROOT)!r})
-import tome_nodes.strategies, tome_nodes.patching.unet, tome_nodes.ops
+import tome_nodes.strategies, tome_nodes.merging.unet, tome_nodes.ops
 import torch
 
 class Broken(types.ModuleType):

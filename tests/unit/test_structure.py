@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "tome_nodes"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-_MERGING = {"settings", "reasons", "ranks", "ops", "strategies", "patching"}
+_MERGING = {"settings", "reasons", "ranks", "ops", "strategies", "merging"}
 LAYERS = {
     "settings": set(),
     "reasons": set(),
@@ -20,12 +20,12 @@ LAYERS = {
     "forecasting": {"reasons"},
     "skipping": {"reasons"},
     "strategies": {"settings", "ops"},
-    "patching": _MERGING - {"patching"},
-    "tuning": {"settings", "patching"},
+    "merging": _MERGING - {"merging"},
+    "tuning": {"settings", "merging"},
     "report": {*_MERGING, "tuning"},
     "comfyui": {*_MERGING, "forecasting", "report", "skipping", "tuning"},
-    "pytorch": {*_MERGING, "forecasting", "report", "skipping"},
-    "__init__": {"pytorch"},
+    "python": {*_MERGING, "forecasting", "report", "skipping"},
+    "__init__": {"python"},
 }
 """The other parts of the package that each part may import."""
 
@@ -70,7 +70,7 @@ def imported_modules(file):
 
 def test_no_module_imports_in_a_circle():
     graph = {name: set(imports_of(name)) - {name} for name in MODULES}
-    assert "patching.model_run" in graph["comfyui.merging_part"]
+    assert "merging.model_run" in graph["comfyui.merging_part"]
     assert set(TopologicalSorter(graph).static_order()) >= set(graph)
 
 
@@ -91,7 +91,7 @@ def test_only_a_host_knows_its_libraries():
         "server": {"comfyui"},
         "comfy_api": {"comfyui.nodes"},
         "comfy_extras": {"comfyui.tune"},
-        "diffusers": {"pytorch"},
+        "diffusers": {"python"},
         "triton": {"ops.triton"},
     }
     seen = set()

@@ -16,8 +16,8 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP, WrapperExecutor, WrappersMP
 from torch import Tensor, nn
 
-from ..patching.engine import MakeStrategy
-from ..patching.model import unwrapped
+from ..merging.engine import MakeStrategy
+from ..merging.model import unwrapped
 from ..report.run_record import RunRecord
 from ..settings.config import ToMeConfig
 from ..strategies import make_strategy

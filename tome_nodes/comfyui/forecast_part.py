@@ -31,7 +31,7 @@ from ..forecasting.steps import (
     log_snrs,
 )
 from ..forecasting.trajectory import has_memory, jumps, scale_of
-from ..patching.schedule import is_active
+from ..merging.schedule import is_active
 from ..report.counts import Counts
 from ..report.run_record import RunRecord, forecast_record
 from ..settings.config import ToMeConfig

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import reasons
 from ..forecasting.trajectory import Trajectory
-from ..patching.schedule import is_active, progress_at
+from ..merging.schedule import is_active, progress_at
 from ..settings.config import ToMeConfig
 from ..skipping.plan import adds_noise
 from .neighbours import KEY

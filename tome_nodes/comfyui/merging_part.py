@@ -17,11 +17,11 @@ from comfy.patcher_extension import WrapperExecutor
 from torch import Tensor, nn
 
 from .. import reasons
-from ..patching.deep_blocks import DeepBlocks
-from ..patching.engine import MakeStrategy
-from ..patching.model import unwrapped
-from ..patching.model_run import ModelRun, Request, why_stopped
-from ..patching.schedule import MergingStep, is_active, progress_at
+from ..merging.deep_blocks import DeepBlocks
+from ..merging.engine import MakeStrategy
+from ..merging.model import unwrapped
+from ..merging.model_run import ModelRun, Request, why_stopped
+from ..merging.schedule import MergingStep, is_active, progress_at
 from ..report.counts import Counts
 from ..report.run_record import RunRecord
 from ..settings.config import ToMeConfig

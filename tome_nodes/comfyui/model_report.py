@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import torch
 from comfy.model_management import InterruptProcessingException
 
-from ..patching.evaluation import Observer, Result
-from ..patching.model_run import ModelRun
-from ..patching.overrides import Forward
+from ..merging.evaluation import Observer, Result
+from ..merging.model_run import ModelRun
+from ..merging.overrides import Forward
 from ..report import log_line
 from ..report.counts import Counts
 from ..report.recording import Recorder

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import reasons
 from ..forecasting.steps import log_snr, log_snrs
-from ..patching.schedule import is_active
+from ..merging.schedule import is_active
 from ..settings.config import ToMeConfig
 from ..skipping.plan import LEAST_SNR, adds_noise, shortest
 from ..skipping.shallow_run import ShallowRun

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
+from ..merging.schedule import step_index
 from ..ops.clock import Clock, has_nothing_to_do
-from ..patching.schedule import step_index
 
 Callback = Callable[..., Any]
 

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Set
 
-from ..patching.evaluation import Result
+from ..merging.evaluation import Result
 from ..reasons import Reason
 
 

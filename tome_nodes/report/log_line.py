@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ..patching.evaluation import Result
+from ..merging.evaluation import Result
 from ..settings.config import ToMeConfig
 from ..strategies import strategy_class
 from .counts import Counts

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..merging.evaluation import Result
+from ..merging.overrides import Forward
 from ..ops.clock import Clock
-from ..patching.evaluation import Result
-from ..patching.overrides import Forward
 from ..strategies.plan import Grid
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 
 from .. import reasons
-from ..patching.model_run import ModelRun
+from ..merging.model_run import ModelRun
 from ..settings.config import ToMeConfig
 from ..strategies.plan import Grid
 from . import log_line

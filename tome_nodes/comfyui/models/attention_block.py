@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ... import reasons
-from ...patching.attention_trial import Attention, flat
-from ...patching.block import Block
-from ...patching.evaluation import ModelState
-from ...patching.key_weights import attend
-from ...patching.overrides import Forward, Override
-from ...patching.stack import Stack
+from ...merging.attention_trial import Attention, flat
+from ...merging.block import Block
+from ...merging.evaluation import ModelState
+from ...merging.key_weights import attend
+from ...merging.overrides import Forward, Override
+from ...merging.stack import Stack
 from ...strategies.plan import Plan
 from .base import OVERRIDE, stored_attention
 
@@ -190,7 +190,7 @@ class Part:
 
 
 def _like(merged: Tensor, x: Tensor, by_head: bool) -> Tensor:
-    """``merged`` in the layout of ``x``: undoes :func:`...patching.attention_trial.flat`."""
+    """``merged`` in the layout of ``x``: undoes :func:`...merging.attention_trial.flat`."""
     return merged.unflatten(2, (x.shape[1], -1)).transpose(1, 2) if by_head else merged
 
 

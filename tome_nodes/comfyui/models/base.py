@@ -8,8 +8,8 @@ import torch
 from comfy.ldm.modules import attention
 from torch import Tensor, nn
 
-from ...patching.attention_trial import Attention
-from ...patching.model import ModelRecord
+from ...merging.attention_trial import Attention
+from ...merging.model import ModelRecord
 from ...reasons import Reason
 from ...settings.config import ToMeConfig
 from ...strategies.plan import Grid

@@ -11,11 +11,11 @@ from typing import Any, Literal
 from torch import nn
 
 from ... import reasons
-from ...patching.attention_trial import Attention
-from ...patching.block import Block
-from ...patching.evaluation import ModelState
-from ...patching.model import unwrapped
-from ...patching.stack import Stack
+from ...merging.attention_trial import Attention
+from ...merging.block import Block
+from ...merging.evaluation import ModelState
+from ...merging.model import unwrapped
+from ...merging.stack import Stack
 from ...settings.config import ToMeConfig
 from ...strategies.plan import Grid
 from .attention_block import AttentionBlock

@@ -9,11 +9,11 @@ from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from torch import Tensor, nn
 
 from ... import reasons
-from ...patching.attention_trial import Attention
-from ...patching.deep_blocks import DeepBlocks, no_channels
-from ...patching.key_weights import KeyWeights, attend, fits
-from ...patching.stack import StackPass
-from ...patching.unet import UNetRecord, layers_by_level
+from ...merging.attention_trial import Attention
+from ...merging.deep_blocks import DeepBlocks, no_channels
+from ...merging.key_weights import KeyWeights, attend, fits
+from ...merging.stack import StackPass
+from ...merging.unet import UNetRecord, layers_by_level
 from ...settings.config import ToMeConfig
 from ...strategies.plan import Grid
 from .base import OVERRIDE, host_attentions, stored_attention, takes

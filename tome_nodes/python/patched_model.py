@@ -19,7 +19,7 @@ from torch._C._dynamo import eval_frame
 from torch._dynamo.decorators import skip
 
 from .. import reasons
-from ..patching.engine import MakeStrategy
+from ..merging.engine import MakeStrategy
 from ..settings.config import ToMeConfig
 from ..strategies import make_strategy
 from .log_once import LogOnce
@@ -51,7 +51,7 @@ class Host:
         """The networks to patch in what a user has passed, with their contexts.
 
         The context is what else :meth:`calls` has to know. As ``scheduling``, it has the
-        :class:`~tome_nodes.pytorch.scheduling.Scheduling` of the pipeline.
+        :class:`~tome_nodes.python.scheduling.Scheduling` of the pipeline.
         """
         raise NotImplementedError
 

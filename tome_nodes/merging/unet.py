@@ -21,7 +21,7 @@ class UNetRecord(UNetCalls):
     Attributes:
         layers: the modules of a model, in running order.
         is_stack: whether a module is a stack, which holds its blocks as ``transformer_blocks``.
-        attentions: see :meth:`tome_nodes.patching.model.ModelRecord.attentions`.
+        attentions: see :meth:`tome_nodes.merging.model.ModelRecord.attentions`.
     """
 
     layers: Callable[[Any], Iterable[Layer]]

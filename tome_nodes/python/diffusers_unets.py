@@ -11,11 +11,11 @@ from diffusers.models.unets import unet_2d_blocks
 from torch import Tensor, nn
 
 from .. import reasons
-from ..patching.deep_blocks import DeepBlocks, no_channels
-from ..patching.model import unwrapped
-from ..patching.overrides import Override
-from ..patching.unet import UNetRecord
-from ..patching.work import Layer
+from ..merging.deep_blocks import DeepBlocks, no_channels
+from ..merging.model import unwrapped
+from ..merging.overrides import Override
+from ..merging.unet import UNetRecord
+from ..merging.work import Layer
 from ..settings.config import ToMeConfig
 from .arguments import TIMESTEPS, is_anything, total, traits
 from .patched_unet import UNetContext, UNetHost

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from .. import reasons
-from ..patching.deep_blocks import DeepBlocks, no_channels
-from ..patching.model import unwrapped
-from ..patching.unet import UNetRecord, layers_by_level
+from ..merging.deep_blocks import DeepBlocks, no_channels
+from ..merging.model import unwrapped
+from ..merging.unet import UNetRecord, layers_by_level
 from ..settings.config import ToMeConfig
 from .arguments import TIMESTEPS
 from .patched_unet import UNetContext, UNetHost

@@ -16,7 +16,7 @@ from ..forecasting.steps import (
     log_snr,
     log_snrs,
 )
-from ..patching.schedule import is_active
+from ..merging.schedule import is_active
 from ..report.counts import Counts
 from ..report.run_record import RunRecord, forecast_record
 from ..settings.config import ToMeConfig

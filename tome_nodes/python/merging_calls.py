@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch._dynamo.decorators import skip
 
 from .. import reasons
-from ..patching.compiling import with_graphs_so_far
-from ..patching.engine import MakeStrategy
-from ..patching.evaluation import Observer, Result
-from ..patching.model_run import ModelRun, Request, why_stopped
-from ..patching.schedule import MergingStep, is_active, progress_at
+from ..merging.compiling import with_graphs_so_far
+from ..merging.engine import MakeStrategy
+from ..merging.evaluation import Observer, Result
+from ..merging.model_run import ModelRun, Request, why_stopped
+from ..merging.schedule import MergingStep, is_active, progress_at
 from ..ranks import Ranks
 from ..report import log_line
 from ..report.counts import Counts

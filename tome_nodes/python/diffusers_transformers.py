@@ -1,14 +1,14 @@
 """The transformers of the diffusers library, whose answers are forecast in some steps.
 
-It has to be known how a transformer predicts a flow (:mod:`tome_nodes.pytorch.flow_call`) and where
-a call is in the run of its pipeline (:mod:`tome_nodes.pytorch.pipeline_runs`).
+It has to be known how a transformer predicts a flow (:mod:`tome_nodes.python.flow_call`) and where
+a call is in the run of its pipeline (:mod:`tome_nodes.python.pipeline_runs`).
 """
 
 from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from ..patching.model import unwrapped
+from ..merging.model import unwrapped
 from ..settings.config import ToMeConfig
 from .forecast_calls import ForecastCalls
 from .patched_calls import PatchedCalls

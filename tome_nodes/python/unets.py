@@ -3,8 +3,8 @@
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-from ..patching.deep_blocks import DeepBlocks
-from ..patching.unet import UNetRecord
+from ..merging.deep_blocks import DeepBlocks
+from ..merging.unet import UNetRecord
 from ..reasons import Reason
 from ..settings.config import ToMeConfig
 from .arguments import total, traits

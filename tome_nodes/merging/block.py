@@ -50,7 +50,7 @@ class Block:
         """What the block and its modules run instead of their own methods.
 
         Overrides are made once for many evaluations. They look up the current one when they run.
-        ``by_stack`` is as in :class:`tome_nodes.patching.evaluation.Evaluation`.
+        ``by_stack`` is as in :class:`tome_nodes.merging.evaluation.Evaluation`.
         """
         raise NotImplementedError
 
