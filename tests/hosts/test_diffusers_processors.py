@@ -153,7 +153,7 @@ def test_what_merges_takes_keys_from_outside_and_weighs_them(name, xformers):
     sizes = torch.tensor([3, 1, 4, 1, 2], device=DEVICE)
     ways = Ways(keys.device, keys.dtype, Capabilities())
     weights = KeyWeights(sizes.log().expand(4, -1), TORCH, ways, lambda _: None)
-    weighed = DiffusersUNets.record.weigh_keys({}, weights, None)
+    weighed = DiffusersUNets.family.weigh_keys({}, weights, None)
     expected = attention(queries, encoder_hidden_states=keys.repeat_interleave(sizes, dim=1))
     alone = attention(queries)
     attention.set_processor(MERGING[name]())

@@ -29,7 +29,7 @@ from torch import nn
 
 from tome_nodes.comfyui import host_checks
 from tome_nodes.comfyui.attachment import attach, is_attached
-from tome_nodes.comfyui.models import record_of
+from tome_nodes.comfyui.models import family_of
 
 
 def renamed(function, *names):
@@ -276,7 +276,7 @@ def test_an_attention_that_is_stored_with_the_weights_gets_the_merged_keys(
 ):
     tiny, model = TINY[kind], models(kind)
     expected = sample(attach(model, keys_only()), tiny)
-    record = record_of(model.model.diffusion_model)
+    record = family_of(model.model.diffusion_model)
     stored = StoredAttention()
     for block in model.model.diffusion_model.blocks:
         module = getattr(block, record.attention or "attn")

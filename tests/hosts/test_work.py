@@ -131,7 +131,7 @@ def test_the_work_that_a_preset_saves_at_any_size(models, kind, name, size):
 
 def test_the_work_of_a_unet_of_diffusers():
     unet = make_unet()
-    work = work_of(DiffusersUNets.record, unet)
+    work = work_of(DiffusersUNets.family, unet)
 
     def counted(size):
         def run(tokens):

@@ -177,7 +177,7 @@ TINY: dict[str, Tiny] = {
 AURA_FLOW = Tiny("AuraFlow", blocks=3, before=8 + TEXT, channels=4).of(
     dim=64, n_layers=3, n_double_layers=1, n_heads=2, global_conddim=64, cond_seq_dim=32
 )
-"""A transformer without a record, whose tokens do not merge."""
+"""A transformer of no known family, whose tokens do not merge."""
 
 
 def _unet(

@@ -10,7 +10,7 @@ from tome_nodes.merging.model import deepest_level
 from tome_nodes.merging.model_run import ModelRun, Request
 from tome_nodes.merging.schedule import MergingStep, step_index
 from tome_nodes.merging.stack import Stack
-from tome_nodes.merging.unet import UNetRecord
+from tome_nodes.merging.unet import UNetFamily
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.strategies import make_strategy
 from tome_nodes.strategies.plan import Grid
@@ -32,7 +32,7 @@ class Block(nn.Module):
 X = torch.randn(2, GRID.tokens, 3, generator=torch.Generator().manual_seed(0)).double()
 
 
-class ToyRecord(UNetRecord):
+class ToyRecord(UNetFamily):
     def stacks(self, model):
         return [Stack("blocks", model, tuple(model))]
 

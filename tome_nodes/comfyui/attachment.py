@@ -26,7 +26,7 @@ from .forecast_part import ForecastPart, function_of, sampled_streams
 from .guided_answers import Latents
 from .merging_part import MergingPart, apply_model
 from .model_report import guarded
-from .models import check_forecasts, is_of_video, is_unet, record_of
+from .models import check_forecasts, family_of, is_of_video, is_unet
 from .models.unet import deep_layers
 from .neighbours import KEY
 from .sampling_run import SamplingRun
@@ -64,7 +64,7 @@ def attach(
     """
     network, does_merge = _network(model), merges(model, config)
     if does_merge:
-        changed = host_checks.changed_part(model, record_of(network), network)
+        changed = host_checks.changed_part(model, family_of(network), network)
     else:
         check_forecasts(network)
         changed = host_checks.changed_for_forecasts(model)

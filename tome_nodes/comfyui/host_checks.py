@@ -15,7 +15,7 @@ from comfy.samplers import CFGGuider
 from comfyui_version import __version__
 from torch import Tensor
 
-from .models.base import ComfyRecord, handed
+from .models.base import ComfyFamily, handed
 
 VERSION = f"ComfyUI {__version__}"
 """ComfyUI's name and version."""
@@ -30,10 +30,10 @@ _CALC_COND_BATCH = ("conds", "x_in", "timestep", "model_options")
 _NOISE_LEVELS = ("percent_to_sigma", "sigma_max")
 
 
-def changed_part(patcher: ModelPatcher, record: ComfyRecord, diffusion_model: Any) -> str | None:
+def changed_part(patcher: ModelPatcher, family: ComfyFamily, diffusion_model: Any) -> str | None:
     """The first part of ComfyUI that merging relies on and that is not as the pack knows it.
 
-    None if all parts are as known to the pack, and to the record of the model.
+    None if all parts are as known to the pack, and to the family of the model.
     """
     model: Any = patcher.model
     changed = _first_changed(
@@ -42,7 +42,7 @@ def changed_part(patcher: ModelPatcher, record: ComfyRecord, diffusion_model: An
         ("BaseModel.get_dtype_inference", hasattr(model, "get_dtype_inference")),
         ("optimized_attention", _attention_calls_overrides()),
     )
-    return changed or record.changed_part(diffusion_model)
+    return changed or family.changed_part(diffusion_model)
 
 
 def changed_for_forecasts(patcher: ModelPatcher) -> str | None:

@@ -28,8 +28,8 @@ from ..settings.config import ToMeConfig
 from ..strategies.plan import Grid
 from . import comfy_compiler, host_checks, neighbours
 from .model_report import ModelReport
-from .models import record_of
-from .models.base import ComfyRecord
+from .models import family_of
+from .models.base import ComfyFamily
 from .models.unet import deep_blocks, has_patches
 from .neighbours import KEY
 from .shallow_call import shallow_control, shallow_options
@@ -96,7 +96,7 @@ class MergingPart:
         self._with_details = with_details
         self._steps = steps
         self._shallow = shallow
-        self._known: dict[nn.Module, tuple[ComfyRecord, ModelRun] | None] = {}
+        self._known: dict[nn.Module, tuple[ComfyFamily, ModelRun] | None] = {}
         self._deep: dict[nn.Module, DeepBlocks] = {}
         self._reports: dict[type, tuple[ModelReport, ModelRun, Any]] = {}
         # Whether merging is on in a part of the run only.
@@ -143,13 +143,13 @@ class MergingPart:
             step = self._step(model, t.device, level)
         if known is None:
             return call()
-        record, run = known
+        family, run = known
         others = neighbours.modules_in(options)
         self._others |= others
-        obstacle = record.obstacle(network, conditions) or neighbours.obstacle_in(others)
+        obstacle = family.obstacle(network, conditions) or neighbours.obstacle_in(others)
         if torch.is_grad_enabled() and _recomputes(network):
             obstacle = reasons.RECOMPUTED
-        grid, dtype = record.grid(network, shape), model.get_dtype_inference()
+        grid, dtype = family.grid(network, shape), model.get_dtype_inference()
         request = Request(step, grid, t.device, dtype, obstacle, has_patches(options))
         shallow, deep = self._shallow, self._deep.get(network)
         if shallow is None or deep is None:
@@ -180,8 +180,8 @@ class MergingPart:
 
     def _met(
         self, network: nn.Module, model: Any, shape: Sequence[int], device: torch.device
-    ) -> tuple[ComfyRecord, ModelRun] | None:
-        """The record of a model that is new in this run, and its evaluations.
+    ) -> tuple[ComfyFamily, ModelRun] | None:
+        """The family of a model that is new in this run, and its evaluations.
 
         None, and a warning in the log, if it cannot merge. Models of one class are deep clones of
         each other, and share a report.
@@ -191,8 +191,8 @@ class MergingPart:
             to_sigma = model.model_sampling.percent_to_sigma
             self._begins = progress_at(self._steps.schedule[0], to_sigma)
         try:
-            record = record_of(network)
-            changed = None if is_first else record.changed_part(network)
+            family = family_of(network)
+            changed = None if is_first else family.changed_part(network)
             obstacle = changed and f"{host_checks.VERSION} has another {changed}"
         except ValueError as error:
             obstacle = str(error)
@@ -210,12 +210,12 @@ class MergingPart:
                 self._on_step if is_first else None,
                 is_first and self._with_details,
             )
-        config = record.in_effect(self._config)
-        run = ModelRun(config, record, network, self._make_strategy, report)
+        config = family.in_effect(self._config)
+        run = ModelRun(config, family, network, self._make_strategy, report)
         self._reports.setdefault(kind, (report, run, model))
         if self._shallow is not None and (deep := deep_blocks(network)) is not None:
             self._deep[network] = deep
-        return record, run
+        return family, run
 
     def _step(self, model: Any, device: torch.device, level: float | None) -> MergingStep:
         """The step of an evaluation; ``level`` is its noise level if it has to be known."""

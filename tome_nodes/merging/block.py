@@ -37,7 +37,7 @@ class Block:
         self.model = model
         self.stack = stack
         self.index = index
-        # Any, since only its record knows the names of its modules.
+        # Any, since only its family knows the names of its modules.
         self.module: Any = stack.blocks[index]
         self.name = stack.path(index)
         self.forget()

@@ -19,7 +19,7 @@ from .stack import Stack
 from .work import Work
 
 
-class ModelRecord(Protocol):
+class ModelFamily(Protocol):
     """What is known about the models of one kind."""
 
     def stacks(self, model: Any) -> Iterable[Stack]:
@@ -40,7 +40,7 @@ class PatchedModel(ModelState):
     """A model whose blocks merge tokens.
 
     Attributes:
-        record: what is known about models of its kind.
+        family: what is known about models of its kind.
         blocks: all its blocks.
         max_downsample: how many times smaller than the latent the smallest grid that merges is;
             ``auto`` is resolved. Large ones may be deeper, see :meth:`deepest`.
@@ -49,15 +49,15 @@ class PatchedModel(ModelState):
     def __init__(
         self,
         config: ToMeConfig,
-        record: ModelRecord,
+        family: ModelFamily,
         model: nn.Module,
         observer: Observer,
     ):
-        stacks = [*record.stacks(model)]
+        stacks = [*family.stacks(model)]
         levels = Counter(stack.level for stack in stacks for _ in stack.blocks)
         least = config.min_tokens or config.policy.least_tokens
         super().__init__(model, config, observer, min(levels), least)
-        self.record = record
+        self.family = family
         self.max_downsample = deepest_level(config, levels)
         self._levels = sorted(levels)
         self._overrides: dict[tuple[int, bool, bool], Overrides] = {}
@@ -65,7 +65,7 @@ class PatchedModel(ModelState):
         self._too_little: dict[Grid, reasons.Reason | None] = {}
         self._overridden: dict[tuple[int, bool], list[Block]] = {}
         self.blocks = [
-            record.block(self, stack, index)
+            family.block(self, stack, index)
             for stack in stacks
             for index in range(len(stack.blocks))
         ]
@@ -108,13 +108,13 @@ class PatchedModel(ModelState):
             return ""
         free = {name: getattr(self.config, name) for name in FREE}
         config = ToMeConfig(**settings_of(more, free))
-        model = PatchedModel(config, self.record, self.model, Observer())
+        model = PatchedModel(config, self.family, self.model, Observer())
         return more if model.too_little(latent) is None else ""
 
     def attentions(self) -> set[Attention]:
         """The attention functions that its blocks will call, as far as the host tells."""
         stored = (block.stored for block in self.blocks)
-        return {*self.record.attentions(), *(each for each in stored if each is not None)}
+        return {*self.family.attentions(), *(each for each in stored if each is not None)}
 
     def begin(self, evaluation: Evaluation) -> None:
         """Put the overrides on for an evaluation, which may be within another."""
@@ -177,7 +177,7 @@ class PatchedModel(ModelState):
 
     @cached_property
     def _work(self) -> Work | None:
-        return self.record.work(self.model, self.blocks)
+        return self.family.work(self.model, self.blocks)
 
 
 def deepest_level(config: ToMeConfig, blocks_by_level: Mapping[int, int]) -> int:

@@ -23,7 +23,7 @@ from .compiling import has_no_more_graphs, with_graphs_so_far
 from .deep_blocks import Before, DeepBlocks
 from .engine import Engine, MakeStrategy, first_line, make_engine
 from .evaluation import Evaluation, Observer, Result
-from .model import ModelRecord, PatchedModel
+from .model import ModelFamily, PatchedModel
 from .schedule import MergingStep, ratio_at
 
 log = logging.getLogger("tome_nodes")
@@ -107,12 +107,12 @@ class ModelRun:
     def __init__(
         self,
         config: ToMeConfig,
-        record: ModelRecord,
+        family: ModelFamily,
         model: nn.Module,
         make_strategy: MakeStrategy,
         observer: Observer,
     ):
-        self.model = PatchedModel(config, record, model, observer)
+        self.model = PatchedModel(config, family, model, observer)
         self.engine: Engine | None = None
         self.stopped: reasons.Reason | None = None
         self.may_compile = True

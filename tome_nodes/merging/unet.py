@@ -15,13 +15,13 @@ from .work import Layer, Work, block_work, has_projections
 
 
 @dataclass(frozen=True, kw_only=True)
-class UNetRecord(UNetCalls):
+class UNetFamily(UNetCalls):
     """What is known about the UNets of a host: how they are built, and how blocks are called.
 
     Attributes:
         layers: the modules of a model, in running order.
         is_stack: whether a module is a stack, which holds its blocks as ``transformer_blocks``.
-        attentions: see :meth:`tome_nodes.merging.model.ModelRecord.attentions`.
+        attentions: see :meth:`tome_nodes.merging.model.ModelFamily.attentions`.
     """
 
     layers: Callable[[Any], Iterable[Layer]]

@@ -14,7 +14,7 @@ from .. import reasons
 from ..merging.deep_blocks import DeepBlocks, no_channels
 from ..merging.model import unwrapped
 from ..merging.overrides import Override
-from ..merging.unet import UNetRecord
+from ..merging.unet import UNetFamily
 from ..merging.work import Layer
 from ..settings.config import ToMeConfig
 from .arguments import TIMESTEPS, is_anything, total, traits
@@ -107,7 +107,7 @@ def _processor_in_the_way(attention: Any) -> reasons.Reason | None:
 class DiffusersUNets(UNetHost):
     """``UNet2DConditionModel``, whose blocks are ``BasicTransformerBlock``."""
 
-    record = UNetRecord(
+    family = UNetFamily(
         layers=_layers,
         is_stack=lambda module: isinstance(module, Transformer2DModel),
         attends_to_text=lambda block: block.only_cross_attention,

@@ -13,7 +13,7 @@ from torch import nn
 from .. import reasons
 from ..merging.deep_blocks import DeepBlocks, no_channels
 from ..merging.model import unwrapped
-from ..merging.unet import UNetRecord, layers_by_level
+from ..merging.unet import UNetFamily, layers_by_level
 from ..settings.config import ToMeConfig
 from .arguments import TIMESTEPS
 from .patched_unet import UNetContext, UNetHost
@@ -31,7 +31,7 @@ def _is_stack(module: nn.Module) -> bool:
 class LdmUNets(UNetHost):
     """``UNetModel``."""
 
-    record = UNetRecord(
+    family = UNetFamily(
         layers=layers_by_level,
         is_stack=_is_stack,
         # Blocks of Stable Diffusion 1 lack the attribute.
@@ -62,7 +62,7 @@ class LdmUNets(UNetHost):
         inputs, outputs = unet.input_blocks, unet.output_blocks
         if len(inputs) != len(outputs) or len(inputs) < 2:
             return None
-        if any(stack.is_of_video for stack in self.record.stacks(unet)):
+        if any(stack.is_of_video for stack in self.family.stacks(unet)):
             return None
         blocks: list[nn.Module] = [*inputs[1:], unet.middle_block, *outputs[:-1]]
         *others, last = blocks

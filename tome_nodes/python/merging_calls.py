@@ -105,7 +105,7 @@ class MergingCalls(PatchedCalls):
         self._config = config
         self._unets = unets
         self._latest = _Latest()
-        self._merging = _Untraced(config, unets.record, unet, make_strategy, self._latest)
+        self._merging = _Untraced(config, unets.family, unet, make_strategy, self._latest)
         self._scheduling = scheduling
         self._once = once
         self._latent = Grid(0, 0)

@@ -29,7 +29,7 @@ class UNetHost(UNets, Host):
     """A library whose UNets are called as modules. Their context is a :class:`UNetContext`."""
 
     def check(self, model: nn.Module, config: ToMeConfig, context: UNetContext) -> None:
-        if not any(stack.blocks for stack in self.record.stacks(model)):
+        if not any(stack.blocks for stack in self.family.stacks(model)):
             raise TypeError(
                 "token merging needs a model with transformer blocks, and this "
                 f"{type(model).__name__} has none"

@@ -4,7 +4,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from ..merging.deep_blocks import DeepBlocks
-from ..merging.unet import UNetRecord
+from ..merging.unet import UNetFamily
 from ..reasons import Reason
 from ..settings.config import ToMeConfig
 from .arguments import total, traits
@@ -17,10 +17,10 @@ class UNets:
     """The UNets of a library.
 
     Attributes:
-        record: how they are built.
+        family: how they are built.
     """
 
-    record: UNetRecord
+    family: UNetFamily
 
     def obstacle(self, unet: Any, config: ToMeConfig) -> Reason | None:
         """Why a UNet cannot merge tokens in its current state, None if it can."""

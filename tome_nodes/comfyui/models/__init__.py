@@ -2,23 +2,23 @@
 
 from torch import nn
 
-from .base import ComfyRecord, class_name
+from .base import ComfyFamily, class_name
 from .transformers import KEEPS_STATE, TRANSFORMERS
 from .unet import UNET, ComfyUNet
 
-RECORDS: tuple[ComfyRecord, ...] = (UNET, *TRANSFORMERS)
-"""All records; the first that matches a model is used."""
+FAMILIES: tuple[ComfyFamily, ...] = (UNET, *TRANSFORMERS)
+"""All families; the first that matches a model is used."""
 
 
 def is_unet(model: nn.Module) -> bool:
     """Whether a diffusion model is a UNet, whose tokens merge under every preset."""
-    return isinstance(_known_record(model), ComfyUNet)
+    return isinstance(_known_family(model), ComfyUNet)
 
 
 def is_of_video(model: nn.Module) -> bool:
     """Whether a UNet makes videos."""
-    record = _known_record(model)
-    return record is not None and any(stack.is_of_video for stack in record.stacks(model))
+    family = _known_family(model)
+    return family is not None and any(stack.is_of_video for stack in family.stacks(model))
 
 
 def check_forecasts(model: nn.Module) -> None:
@@ -32,24 +32,24 @@ def check_forecasts(model: nn.Module) -> None:
         raise ValueError(f"no step of a {name} can be forecast: {why}; leave the node out")
 
 
-def record_of(model: nn.Module) -> ComfyRecord:
-    """The record of a diffusion model whose tokens are to merge.
+def family_of(model: nn.Module) -> ComfyFamily:
+    """The family of a diffusion model whose tokens are to merge.
 
     Raises:
         ValueError: there is none, or the model has no blocks. The message names its class.
     """
     name = type(model).__name__
-    record = _known_record(model)
-    if record is None:
+    family = _known_family(model)
+    if family is None:
         check_forecasts(model)
         raise ValueError(
             f"tokens do not merge in a {name}, but its steps can be forecast: take a preset other "
             "than paper, or switch forecast on under preset custom"
         )
-    if not any(stack.blocks for stack in record.stacks(model)):
+    if not any(stack.blocks for stack in family.stacks(model)):
         raise ValueError(f"this {name} has no transformer blocks to merge in; leave the node out")
-    return record
+    return family
 
 
-def _known_record(model: nn.Module) -> ComfyRecord | None:
-    return next((record for record in RECORDS if record.matches(model)), None)
+def _known_family(model: nn.Module) -> ComfyFamily | None:
+    return next((family for family in FAMILIES if family.matches(model)), None)

@@ -1,4 +1,4 @@
-"""What records of ComfyUI's models share."""
+"""What families of ComfyUI's models share."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from comfy.ldm.modules import attention
 from torch import Tensor, nn
 
 from ...merging.attention_trial import Attention
-from ...merging.model import ModelRecord
+from ...merging.model import ModelFamily
 from ...reasons import Reason
 from ...settings.config import ToMeConfig
 from ...strategies.plan import Grid
@@ -18,7 +18,7 @@ OVERRIDE = "optimized_attention_override"
 """The transformer option with a function that ComfyUI calls instead of its attention."""
 
 
-class ComfyRecord(ModelRecord, Protocol):
+class ComfyFamily(ModelFamily, Protocol):
     """What is known about ComfyUI's models of one kind."""
 
     def matches(self, model: nn.Module) -> bool:

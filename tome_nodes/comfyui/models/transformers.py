@@ -1,4 +1,4 @@
-"""The records of ComfyUI's transformers: what their blocks are, and where the picture is.
+"""The families of ComfyUI's transformers: what their blocks are, and where the picture is.
 
 Keys and values merge where a block calls self-attention, so little else has to be known.
 """
@@ -200,7 +200,7 @@ TRANSFORMERS = (
         patch=lambda model: (model.patch_temporal, model.patch_spatial, model.patch_spatial),
     ),
 )
-"""All records of transformers."""
+"""All families of transformers."""
 
 KEEPS_STATE: Mapping[str, str] = {
     "comfy.ldm.wan.ar_model.CausalWanModel": "it keeps keys of earlier frames for later ones"

@@ -13,7 +13,7 @@ from ...merging.attention_trial import Attention
 from ...merging.deep_blocks import DeepBlocks, no_channels
 from ...merging.key_weights import KeyWeights, attend, fits
 from ...merging.stack import StackPass
-from ...merging.unet import UNetRecord, layers_by_level
+from ...merging.unet import UNetFamily, layers_by_level
 from ...settings.config import ToMeConfig
 from ...strategies.plan import Grid
 from .base import OVERRIDE, host_attentions, stored_attention, takes
@@ -208,7 +208,7 @@ def deep_layers(model: Any) -> list[nn.Module]:
 
 
 @dataclass(frozen=True)
-class ComfyUNet(UNetRecord):
+class ComfyUNet(UNetFamily):
     """``UNetModel``, whose blocks are ``BasicTransformerBlock`` and read the tokens' shape."""
 
     def matches(self, model: nn.Module) -> bool:
