@@ -94,7 +94,7 @@ class ForecastPart:
         known = SAMPLERS.get(sampler)
         self._corrects = known is not None and known.corrects
         self._faster = FASTER if known is None else known.faster
-        self._reason = self._obstacle_before(sampler)
+        self._forecasts.obstacle = self._obstacle_before(sampler)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ForecastPart":
         # Another node may copy the transformer options, whose wrappers hold this.
@@ -103,9 +103,7 @@ class ForecastPart:
     @property
     def reason(self) -> reasons.Reason | None:
         """Why nothing was forecast; None if something was."""
-        if self._forecasts.steps:
-            return None
-        reason = self._reason or self._forecasts.reason
+        reason = self._forecasts.reason
         if reason == reasons.CHANGES and not self._was_called:
             return reasons.NOT_CALLED
         return reasons.UNEVEN_IN_COMFYUI if reason == reasons.UNEVEN else reason
@@ -153,7 +151,7 @@ class ForecastPart:
             self._forecasts.restart()
         parts = self._parts
         if len(before) == len(parts) > 1 and has_memory(kept, parts, before):
-            self._reason = reasons.MOMENTUM
+            self._forecasts.obstacle = reasons.MOMENTUM
             self._clear()
         if (missing := self._missing_after_jump(step, kept)) is not None:
             answer = kept = kept + missing
@@ -220,11 +218,12 @@ class ForecastPart:
         self, latent: Tensor, sigma: float, options: Mapping[str, Any]
     ) -> ForecastStep | None:
         """The step of a noisy latent; None if nothing is forecast any more."""
-        if self._reason is None and self._answered == self._steps.done:
-            self._reason = reasons.SEVERAL
+        forecasts = self._forecasts
+        if forecasts.obstacle is None and self._answered == self._steps.done:
+            forecasts.obstacle = reasons.SEVERAL
         steps, index = self._steps, self._steps.done
         self._answered = index
-        if self._reason is not None or index >= steps.total or sigma <= 0:
+        if forecasts.obstacle is not None or index >= steps.total or sigma <= 0:
             return None
         # Some nodes report less noise than the schedule has, in a part of the run.
         is_true = math.isclose(sigma, steps.schedule[index], rel_tol=1e-4)

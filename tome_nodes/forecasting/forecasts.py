@@ -134,6 +134,7 @@ class Forecasts:
 
     Attributes:
         steps: the steps that were forecast.
+        obstacle: why the rest of the run is left alone; None if more of it may be forecast.
     """
 
     def __init__(self, ratio: float, streams: Sequence[slice] = ()):
@@ -146,6 +147,7 @@ class Forecasts:
                 is decided by all numbers together.
         """
         self.steps: set[int] = set()
+        self.obstacle: reasons.Reason | None = None
         self._ratio = ratio
         self._streams = streams
         self._lines: dict[Hashable, _Line] = {}
@@ -254,6 +256,8 @@ class Forecasts:
         """
         if self.steps:
             return None
+        if self.obstacle is not None:
+            return self.obstacle
         found = Counter(self._reasons)
         outside = found.pop(reasons.FORECAST_PERCENTS, 0)
         if found:

@@ -66,13 +66,12 @@ class ForecastCalls(PatchedCalls):
     @torch.compiler.disable
     def _predict(self, begun: tuple[PipelineRun, FlowCall] | None) -> Any:
         """What the model is forecast to return; None if it has to run."""
-        forecasts = None if begun is None else begun[0].forecasts
-        if begun is None or forecasts is None:
+        if begun is None or begun[0].forecasts.obstacle is not None:
             self._ranks.agree(False)
             return None
         run, call = begun
         own = run.call, call.latent.shape
-        denoised = forecasts.predict(run.step, own, self._ranks.agree)
+        denoised = run.forecasts.predict(run.step, own, self._ranks.agree)
         if denoised is None:
             return None
         run.latents.note(denoised)
@@ -85,7 +84,7 @@ class ForecastCalls(PatchedCalls):
         Returns what the call is to return.
         """
         answer = result
-        if run.forecasts is not None:
+        if run.forecasts.obstacle is None:
             denoised = call.denoised(result, run.noise)
             self._kind = type(result)
             corrected = run.forecasts.observe(run.step, denoised, (run.call, call.latent.shape))

@@ -62,7 +62,7 @@ class PipelineRun:
     Attributes:
         scheduler: the scheduler.
         timesteps: its timesteps; each run has a tensor of its own.
-        forecasts: the forecasts of the run; None if its steps are left alone.
+        forecasts: the forecasts of the run.
         latents: follows its latents, if steps are forecast.
         counts: counts its steps.
         step: the step of the latest call.
@@ -78,14 +78,13 @@ class PipelineRun:
         """Prepare a run under a scheduler of which a method is known."""
         self.scheduler = scheduler
         self.timesteps = scheduler.timesteps
-        self.forecasts: Forecasts | None = None
+        self.forecasts = Forecasts(config.ratio)
         self.latents = CalledLatents()
         self.counts = Counts()
         self.begun: dict[int, float] = {}
         self.call = -1
         self._method = method
         self._config = config
-        self._obstacle: reasons.Reason | None = None
         # One more than there are timesteps, once it was told the steps.
         self._levels: list[float] = scheduler.sigmas.tolist()
         self._log_snrs: list[float] = []
@@ -114,7 +113,8 @@ class PipelineRun:
             return None
         self._calls_before, self.call = self.call + 1, 0
         self._index, self.noise = index, noise
-        follows = None if self.forecasts is None else self.latents.begin(call.latent)
+        may_forecast = self.forecasts.obstacle is None
+        follows = self.latents.begin(call.latent) if may_forecast else None
         self.step = ForecastStep(
             index=index - first,
             count=self._stop - first,
@@ -128,7 +128,7 @@ class PipelineRun:
         )
         # The device is at rest, as the timestep and the prompts have been read from it.
         self.begun[self.step.index] = time.perf_counter()
-        if self.forecasts is not None:
+        if may_forecast:
             self.forecasts.begin(self.step, call.latent)
         return None
 
@@ -136,12 +136,12 @@ class PipelineRun:
         self._first = first
         count = self.counts.total_steps = self._stop - first
         self._log_snrs = log_snrs(self._levels[first : first + count], is_flow=True)
-        self._obstacle = self._method.obstacle(self._log_snrs)
+        self.forecasts.obstacle = self._method.obstacle(self._log_snrs)
         if not any(self._is_active(step) for step in range(first, self._stop)):
             config, begins = self._config, 1 - self._left(first)
-            self._obstacle = reasons.percents(config.start_percent, config.end_percent, begins)
-        if self._obstacle is None:
-            self.forecasts = Forecasts(self._config.ratio)
+            self.forecasts.obstacle = reasons.percents(
+                config.start_percent, config.end_percent, begins
+            )
 
     @property
     def is_last_step(self) -> bool:
@@ -155,11 +155,10 @@ class PipelineRun:
 
     def finish(self) -> RunRecord:
         """The record of the run."""
-        counts, reason = self.counts, self._obstacle
-        if self.forecasts is not None:
-            counts.forecast_steps, reason = self.forecasts.steps, self.forecasts.reason
+        counts, forecasts = self.counts, self.forecasts
+        counts.forecast_steps = forecasts.steps
         name = type(self.scheduler).__name__
-        return forecast_record(name, self._config, counts, reason, lambda: self.begun)
+        return forecast_record(name, self._config, counts, forecasts.reason, lambda: self.begun)
 
     def _is_active(self, index: int) -> bool:
         """Whether a step is between ``start_percent`` and ``end_percent``."""
