@@ -27,7 +27,7 @@ BEGUN = -4.0
 """A run that begins above this logarithm of signal to noise has its picture from the start, as a
 second pass has."""
 
-COARSE = 2.0
+COARSE = 1.5
 """Where that logarithm grows by so many times the mean of the run in the last step, the end of the
 run is coarse. It is not under the schedulers karras and exponential."""
 
