@@ -32,7 +32,7 @@ def skipping_graph():
     ("graph", "said"),
     [
         (merging_graph(), r"\[ToMe\] .*merged 17/17 blocks \(400 -> 200 .*x5, 100 -> 50 .*x12\).*"),
-        (skipping_graph(), r"\[ToMe\] .*shallow 6/20 steps.*"),
+        (skipping_graph(), r"\[ToMe\] .*shallow 8/20 steps.*"),
         (txt2img(steps=1, side=64), "without ToMe, the same off and on"),
     ],
     ids=["merging", "skipping", "plain"],

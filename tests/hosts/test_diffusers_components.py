@@ -168,7 +168,7 @@ def test_a_run_that_calls_a_model_says_nothing_of_other_code(log_messages):
     case.pipeline.scheduler.set_timesteps(4)
     # Some pipelines do so before their first step.
     case.network._reset_stateful_cache()
-    assert not any(reasons.NOT_CALLED in line for line in log_messages())
+    assert not any(reasons.NOT_CALLED.why in line for line in log_messages())
 
 
 def test_a_pipeline_that_shares_a_model_says_nothing_of_the_other_one(log_messages):
@@ -178,7 +178,7 @@ def test_a_pipeline_that_shares_a_model_says_nothing_of_the_other_one(log_messag
     for each in (other, case, other):
         each(4)
         each.pipeline.maybe_free_model_hooks()
-    assert not any(reasons.NOT_CALLED in line for line in log_messages())
+    assert not any(reasons.NOT_CALLED.why in line for line in log_messages())
 
 
 def test_freeing_memory_still_resets_a_cache(monkeypatch):
