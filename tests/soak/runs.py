@@ -25,6 +25,9 @@ from .models import Merging, Model
 from .tally import Verdict
 from .traces import LiveTensors, differences, state_of
 
+NOTHING_DONE = r"\[ToMe\] (.*: )?(no step was shallow: .*; )?nothing "
+"""The line of a run in which nothing was merged or skipped."""
+
 CHECKED_EVERY = 7
 """In one run of so many, a fixed input shows whether the unpatched model is the same as ever."""
 
@@ -90,7 +93,7 @@ class Runs:
         verdict.failures += [
             f"warned: {line}"
             for level, line in log
-            if level >= logging.WARNING and not re.match(r"\[ToMe\] (.*: )?nothing ", line)
+            if level >= logging.WARNING and not re.match(NOTHING_DONE, line)
         ]
         del expected
         if left := self._left_alive(name):
