@@ -12,6 +12,7 @@ from models.pipelines import (
     DEVICE,
     OFFLOADS,
     TRANSFORMERS,
+    Around,
     flux,
     make_flux,
     make_wan,
@@ -386,16 +387,8 @@ def test_a_model_that_is_not_known_to_predict_a_flow_is_left_alone(log_messages)
     assert log_messages() == [f"[ToMe] nothing was forecast: {why}"]
 
 
-class Wrapper(torch.nn.Module):
+class Wrapper(Around):
     """A transformer of no class of diffusers, as some libraries make one."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def __getattr__(self, name):
-        own = self._modules.get(name)
-        return getattr(self._modules["inner"], name) if own is None else own
 
     def forward(self, *args, **kwargs):
         return self.inner(*args, **kwargs)

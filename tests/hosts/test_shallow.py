@@ -19,7 +19,6 @@ from models.comfyui import UNETS, conditioning, sample
 from test_kjnodes_compile import Compiled, Graphs
 
 from tome_nodes import reasons
-from tome_nodes.comfyui import shallow_part
 from tome_nodes.comfyui.attachment import attach, last_run
 from tome_nodes.comfyui.merging_part import MergingPart
 from tome_nodes.comfyui.shallow_call import shallow_control, shallow_options
@@ -77,7 +76,7 @@ def gaps(monkeypatch):
     monkeypatch.setattr(ModelRun, "evaluate_watched", twice)
     monkeypatch.setattr(Features, "at", lambda *_: None)
     # Neighbours are met in runs that are short.
-    monkeypatch.setattr(shallow_part, "shortest", lambda ratio: 1)
+    monkeypatch.setattr(shallow_run, "shortest", lambda ratio: 1)
     return found
 
 
@@ -111,7 +110,7 @@ def test_kept_features_go_on_beside_other_nodes(monkeypatch, name):
     neighbour = BY_NAME[name]
     if isinstance(why := alone("sdxl", neighbour), str):
         pytest.skip(why)
-    monkeypatch.setattr(shallow_part, "shortest", lambda ratio: 1)
+    monkeypatch.setattr(shallow_run, "shortest", lambda ratio: 1)
     monkeypatch.setattr(shallow_run, "whole_evaluations", lambda *_: range(FIRST))
     patched = neighbour.patch(attach(model_of("sdxl"), fast()), "sdxl")
     assert table.run(neighbour, patched, "sdxl").isfinite().all()

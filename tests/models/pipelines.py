@@ -248,6 +248,18 @@ def sd15_controlnet() -> Case:
 CASES = {case.__name__: case for case in (sd15, sdxl, sdxl_img2img, sd15_inpaint, sd15_controlnet)}
 
 
+class Around(torch.nn.Module):
+    """What other libraries put around a model: it has what the model has."""
+
+    def __init__(self, inner: torch.nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        own = self._modules.get(name)
+        return getattr(self._modules["inner"], name) if own is None else own
+
+
 def lively(model: Any) -> Any:
     """A model with other weights, the same each time, that changes its input substantially."""
     with torch.no_grad():

@@ -19,7 +19,7 @@ from .. import reasons
 from ..forecasting.steps import log_snr, log_snrs
 from ..merging.schedule import is_active
 from ..settings.config import ToMeConfig
-from ..skipping.plan import LEAST_SNR, adds_noise, shortest
+from ..skipping.plan import LEAST_SNR, adds_noise
 from ..skipping.shallow_run import ShallowRun
 from .conditions import conditions_of
 from .guided_answers import Latents, is_cached, none_is_active, options_of, place_in, wrapped
@@ -154,13 +154,11 @@ class ShallowPart:
 
     def _obstacle_before(self) -> reasons.Reason | None:
         """Why no evaluation can be shallow, as far as can be told before the run."""
-        schedule, count = self._steps.schedule, self._steps.total
+        schedule = self._steps.schedule
         why = none_is_active(self._config, schedule, self._sampling.percent_to_sigma)
+        why = why or self.run.too_short(self._steps.total)
         if why is not None:
             return why
-        least = shortest(self._config.shallow_ratio)
-        if count < least:
-            return reasons.too_short_for_shallow(count, least)
         if any(after >= before for before, after in pairwise(schedule)):
             return reasons.NOISE_RISES
         if schedule[-1] == 0 and log_snr(schedule[-2], self._is_flow) < LEAST_SNR:

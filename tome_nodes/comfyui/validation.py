@@ -101,7 +101,7 @@ def options_of(caption: Caption, inputs: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def fault(caption: Caption, inputs: Mapping[str, Any], nodes: Collection[str] = ()) -> str | None:
+def fault(caption: Caption, inputs: Mapping[str, Any], nodes: Collection[str]) -> str | None:
     """An error message on a node in a prompt, whose values ComfyUI has converted.
 
     ``nodes`` are the ids of the prompt's nodes. None if there is nothing wrong, or nothing that

@@ -42,12 +42,15 @@ class ShallowRun:
         self._whole: frozenset[int] = frozenset()
         self._followed: list[Tensor] = []
 
+    def too_short(self, count: int) -> reasons.Reason | None:
+        """Why none of so many evaluations would be shallow, as they are few; None if one would."""
+        least = shortest(self._ratio)
+        return reasons.too_short_for_shallow(count, least) if count < least else None
+
     def why_none(self, count: int | None = None) -> reasons.Reason:
         """Why no evaluation was shallow; ``count`` is how many there are, if that is known."""
-        least = shortest(self._ratio)
-        if self.obstacle is None and count is not None and count < least:
-            return reasons.too_short_for_shallow(count, least)
-        return self.obstacle or self._why_whole
+        is_short = None if count is None else self.too_short(count)
+        return self.obstacle or is_short or self._why_whole
 
     def plan(self, levels: Sequence[float]) -> None:
         """Plan a run; all evaluations are whole before that is called.
