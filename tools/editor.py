@@ -205,8 +205,13 @@ class Editor:
 
     def warnings(self) -> list[str]:
         """The texts of the errors and notices that the editor shows over the graph."""
+        return self.notices.all_inner_texts()
+
+    @property
+    def notices(self) -> Locator:
+        """The boxes of `warnings`; the editor may show them some time after a graph is opened."""
         boxes = "[data-testid=error-overlay], [data-testid=error-dialog], .p-toast-message"
-        return self.page.locator(boxes).all_inner_texts()
+        return self.page.locator(boxes)
 
     def save(self) -> str:
         """The text of the open workflow's file, as File > Export writes it."""
