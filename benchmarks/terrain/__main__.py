@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.fidelity.shares import error_at
 from benchmarks.terrain.network import SIDE, SIGMA_MAX, SIGMA_MIN, Terrain, load
-from tome_nodes.forecasting.steps import log_snr
+from tome_nodes.skipping.steps import log_snr
 from tools.environment import ROOT
 
 VERSIONS = {

@@ -24,7 +24,7 @@ from benchmarks.lossless import lossless
 from benchmarks.machine import origin
 from benchmarks.speed.figures import grid
 from tome_nodes.comfyui.attachment import attach, last_run
-from tome_nodes.report import log_line
+from tome_nodes.run import log_line
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.policy import PLAIN
 from tome_nodes.settings.presets import settings_of
@@ -173,7 +173,8 @@ def _both(
     if last is None:
         raise RuntimeError("the other node has removed ours from the model")
     if last.nothing is not None:
-        return _Run(result, True, [str(last.unmerged or last.unforecast)])
+        unskipped = None if last.unskipped is None else last.unskipped[1]
+        return _Run(result, True, [str(last.unmerged or unskipped)])
     reason = last.counts.most_common_reason
     return _Run(
         result, False, [*log_line.deviations(last.counts), *([str(reason)] if reason else [])]

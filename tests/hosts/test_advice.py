@@ -7,9 +7,9 @@ import pytest
 from models.comfyui import KINDS, sample
 
 from tome_nodes.comfyui.attachment import attach, last_run
-from tome_nodes.forecasting.steps import is_even, log_snrs, steps_that_run
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.presets import settings_of
+from tome_nodes.skipping.steps import is_even, log_snrs, steps_that_run
 
 SIZE = 24, 24
 """576 tokens in SD 1.5: too few."""

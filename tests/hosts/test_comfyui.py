@@ -28,14 +28,13 @@ from safetensors.torch import load_file
 from torch._dynamo.testing import CompileCounter
 
 from tome_nodes import reasons
-from tome_nodes.comfyui import attachment, merging_part
+from tome_nodes.comfyui import attachment, step_count
 from tome_nodes.comfyui.attachment import attach, detach, last_run
-from tome_nodes.comfyui.merging_part import noise_level
-from tome_nodes.comfyui.step_count import StepCount
+from tome_nodes.comfyui.step_count import StepCount, noise_level
 from tome_nodes.merging import engine, key_weights
 from tome_nodes.merging.key_weights import Capabilities
-from tome_nodes.merging.schedule import is_active
 from tome_nodes.ops.clock import Clock
+from tome_nodes.run.span import Span
 from tome_nodes.settings.config import OPTIONS
 from tome_nodes.settings.policy import PLAIN
 from tome_nodes.strategies.plan import Grid, Plan
@@ -150,7 +149,8 @@ def test_steps_that_merge_and_their_ratio(sd15, log_messages, settings, steps, w
 def test_start_percent_06_is_the_last_two_fifths_of_the_training(sd15, log_messages):
     """Where the summary that strategy cluster follows merges."""
     sampling, config = sd15.model.model_sampling, merging(strategy="cluster", start_percent=0.6)
-    merges = [is_active(config, level, sampling.percent_to_sigma) for level in sampling.sigmas]
+    span = Span(config, sampling.percent_to_sigma)
+    merges = [span.covers(level) for level in sampling.sigmas]
     assert merges == [True] * 400 + [False] * 600
     sample(attach(sd15, config), steps=20)
     (line,) = log_messages()
@@ -428,7 +428,7 @@ def reads(monkeypatch):
         levels.append(noise_level(t))
         return levels[-1]
 
-    monkeypatch.setattr(merging_part, "noise_level", read)
+    monkeypatch.setattr(step_count, "noise_level", read)
     return levels
 
 

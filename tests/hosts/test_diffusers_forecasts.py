@@ -22,11 +22,11 @@ from models.pipelines import (
 
 import tome_nodes
 from tome_nodes import reasons
-from tome_nodes.forecasting import forecasts
-from tome_nodes.forecasting.steps import log_snr, steps_that_run
-from tome_nodes.python import pipeline_runs
+from tome_nodes.ops import clock
 from tome_nodes.python.diffusers_transformers import DiffusersTransformers
 from tome_nodes.python.flow_call import FlowCall, flow_call
+from tome_nodes.skipping import forecasts
+from tome_nodes.skipping.steps import log_snr, steps_that_run
 
 pytestmark = pytest.mark.newest_only
 
@@ -110,9 +110,9 @@ def test_every_pipeline_forecasts_and_is_as_before_without(name, log_messages):
 def test_a_run_says_whether_it_helped(caplog, monkeypatch, seconds, words):
     """It takes the times of all steps but the last; the first, where devices warm up, is long."""
     caplog.set_level("INFO", logger="tome_nodes")
-    begun = accumulate(seconds, initial=0)
+    began = accumulate(seconds, initial=0)
     # With guidance, there are two calls in a step.
-    monkeypatch.setattr(pipeline_runs, "time", SimpleNamespace(perf_counter=lambda: next(begun)))
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: next(began)))
     case = TRANSFORMERS["qwen_image"]()
     counts = calls_by_step(case)
     tome_nodes.apply_patch(case.pipeline, preset="balanced")

@@ -18,10 +18,12 @@ from models.pipelines import CASES, COMPILED, inputs, make_unet, noise, picture,
 import tome_nodes
 from tome_nodes import reasons
 from tome_nodes.merging.model_run import ModelRun
-from tome_nodes.python import merging_calls, unet_run
+from tome_nodes.python import unet_run
 from tome_nodes.python.diffusers_unets import DiffusersUNets
 from tome_nodes.python.scheduling import Scheduling
 from tome_nodes.python.unet_run import UNetRun
+from tome_nodes.run import sampling_run
+from tome_nodes.run.span import Span
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.skipping.features import Features
 from tome_nodes.skipping.plan import whole_evaluations
@@ -323,9 +325,10 @@ def test_the_run_of_a_scheduler_whose_timesteps_are_no_indices():
 
 def test_calls_at_one_timestep_are_counted_to_a_limit(monkeypatch):
     monkeypatch.setattr(unet_run, "_MOST_CALLS", 3)
-    kept = UNetRun(ToMeConfig(forecast=True), Scheduling(), 1000)
+    config = ToMeConfig(forecast=True)
+    kept = UNetRun(config, Span(config, float), Scheduling(), 1000)
     for call in range(9):
-        kept.begin(noise(1, 4, 8, 8), 951.0, call, is_active=True)
+        kept.begin(noise(1, 4, 8, 8), 951.0, call)
     assert kept._conditions == [0, 1, 2] and not kept.is_last
 
 
@@ -623,7 +626,7 @@ def test_an_error_in_the_report_costs_no_picture(case, log_messages, monkeypatch
     def fail(*_, **__):
         raise RuntimeError("on purpose")
 
-    monkeypatch.setattr(merging_calls, "merging_record", fail)
+    monkeypatch.setattr(sampling_run, "make_record", fail)
     assert torch.equal(case(STEPS), expected)
     assert log_messages()[1:] == [
         "[ToMe] the report of this run is missing: RuntimeError: on purpose"

@@ -21,11 +21,11 @@ from tome_nodes import reasons
 from tome_nodes.comfyui import comfy_compiler, forecast_part
 from tome_nodes.comfyui.attachment import attach, is_attached, last_run
 from tome_nodes.comfyui.guided_answers import place_in
-from tome_nodes.forecasting import forecasts
-from tome_nodes.forecasting.samplers import SAMPLERS
-from tome_nodes.forecasting.steps import log_snr
 from tome_nodes.report import drawing
 from tome_nodes.report.pages import hint_for, in_words, report_of
+from tome_nodes.skipping import forecasts
+from tome_nodes.skipping.samplers import SAMPLERS
+from tome_nodes.skipping.steps import log_snr
 
 SIZE = 8, 10
 
@@ -523,8 +523,8 @@ def test_nothing_is_kept_of_a_run(flux, monkeypatch):
     kept, alive, held = [], [], []
     observe = forecasts.Forecasts.observe
 
-    def watched(self, step, denoised, call=0):
-        answer = observe(self, step, denoised, call)
+    def watched(self, denoised, call=0):
+        answer = observe(self, denoised, call)
         (line,) = self._lines.values()
         kept.extend(weakref.ref(known.denoised) for known in line.answers)
         alive.append(len({id(latent()) for latent in kept if latent() is not None}))

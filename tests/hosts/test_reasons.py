@@ -16,6 +16,7 @@ from tome_nodes import reasons
 from tome_nodes.comfyui import step_count
 from tome_nodes.comfyui.attachment import attach, last_run
 from tome_nodes.report.pages import in_words
+from tome_nodes.run import sampling_run
 
 
 def core_tome(model):
@@ -145,13 +146,13 @@ def test_a_gpu_that_waits_for_its_cpu_is_named(models, caplog, monkeypatch, idle
         order.append("asked")
         return idle.pop()
 
-    class Marked(step_count.Clock):
+    class Marked(sampling_run.Clock):
         def now(self):
             order.append("marked")
             return super().now()
 
     monkeypatch.setattr(step_count, "has_nothing_to_do", asked)
-    monkeypatch.setattr(step_count, "Clock", Marked)
+    monkeypatch.setattr(sampling_run, "Clock", Marked)
     run(models, "sd15", merging(), steps=3)
     assert not idle and (str(reasons.GPU_WAITS) in caplog.messages[-1]) == waits
     # A mark is work for the GPU, so it comes after the question.

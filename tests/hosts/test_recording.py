@@ -10,11 +10,10 @@ from common import BACKEND, relative_error
 from host import compiled, merging, sample
 from torch._dynamo.testing import CompileCounter
 
-from tome_nodes.comfyui import model_report
 from tome_nodes.comfyui.attachment import attach, is_attached, last_run
-from tome_nodes.report import log_line
 from tome_nodes.report.pages import report_of
-from tome_nodes.report.recording import Recorder
+from tome_nodes.run import log_line, sampling_run
+from tome_nodes.run.recording import Recorder
 from tome_nodes.settings.config import OPTIONS
 from tome_nodes.settings.options import VIEW
 from tome_nodes.strategies import make_strategy
@@ -107,7 +106,7 @@ def test_a_compiled_model_is_recorded_without_times_in_one_graph(shallow, fresh_
     ("owner", "name"),
     [
         *((None, "on_step"), (Recorder, "note"), (Recorder, "finish")),
-        *((log_line, "log_line"), (model_report, "merging_record")),
+        *((log_line, "log_line"), (sampling_run, "make_record")),
     ],
 )
 def test_an_error_in_what_is_told_of_a_run_loses_no_picture(sd15, monkeypatch, caplog, owner, name):

@@ -10,7 +10,7 @@ from host import merging, policy_of, sample
 from tome_nodes.comfyui.attachment import attach, last_run
 from tome_nodes.report import drawing
 from tome_nodes.report.pages import hint_for, in_words, report_of
-from tome_nodes.report.recording import BlockRecord
+from tome_nodes.run.recording import BlockRecord
 from tome_nodes.settings.options import VIEW
 
 

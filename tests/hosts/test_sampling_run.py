@@ -99,12 +99,12 @@ def test_an_error_in_what_is_shown_of_a_skipped_step_loses_no_picture(models, lo
 def test_an_error_in_the_record_of_a_forecast_loses_no_picture(models, log_messages, monkeypatch):
     flux, expected = models("flux"), None
     expected = sample(attach(flux, fast()), TINY["flux"], steps=8)
-    from tome_nodes.report import run_record
+    from tome_nodes.run import record
 
     def broken(*args, **kwargs):
         raise ValueError("no ink")
 
-    monkeypatch.setattr(run_record, "gain_of", broken)
+    monkeypatch.setattr(record, "gain_of", broken)
     assert torch.equal(sample(attach(flux, fast()), TINY["flux"], steps=8), expected)
     assert log_messages()[-1] == "[ToMe] the report of this run is missing: ValueError: no ink"
 

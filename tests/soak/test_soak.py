@@ -121,7 +121,7 @@ def test_tensors_that_stay_alive_are_counted():
 
 
 def test_an_error_that_is_only_logged_is_a_failure(monkeypatch):
-    from tome_nodes.report.counts import Counts
+    from tome_nodes.run.counts import Counts
 
     monkeypatch.setattr(Counts, "merged_blocks", property(lambda self: 1 / 0))
     (failure,) = judged(RUN, Merging()).failures

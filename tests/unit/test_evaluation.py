@@ -16,7 +16,7 @@ from tome_nodes.strategies import make_strategy
 from tome_nodes.strategies.plan import Grid
 
 GRID = Grid(4, 4)
-NOW = MergingStep(0, 0.0, 0, is_active=True)
+NOW = MergingStep(0, 0.0, 0)
 
 
 class Block(nn.Module):

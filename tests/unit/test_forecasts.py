@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tome_nodes import reasons
-from tome_nodes.forecasting.forecasts import Forecasts
-from tome_nodes.forecasting.samplers import SAMPLERS
-from tome_nodes.forecasting.steps import (
+from tome_nodes.skipping.forecasts import Forecasts
+from tome_nodes.skipping.samplers import SAMPLERS
+from tome_nodes.skipping.steps import (
     FASTER,
     ForecastStep,
     is_even,
@@ -96,19 +96,19 @@ def predicted(kept, step, latent, call=0):
     """The forecast of a call, the first of which begins the step."""
     if call == 0:
         kept.begin(step, latent)
-    return kept.predict(step, call)
+    return kept.predict(call)
 
 
 def run(kept, step, answer, call=0):
     """A call in a step that has to run, and what the sampler gets."""
     assert predicted(kept, step, answer, call) is None
-    return kept.observe(step, answer, call)
+    return kept.observe(answer, call)
 
 
 def guided_run(kept, step, answer):
     """The same of a call whose answer a host guides to what it is."""
     run(kept, step, answer)
-    kept.note_guided(step, answer)
+    kept.note_guided(answer)
 
 
 def letters(kept, steps):
@@ -118,7 +118,7 @@ def letters(kept, steps):
         is_run = predicted(kept, step, ONE) is None
         line += "R" if is_run else "F"
         if is_run:
-            kept.observe(step, answer)
+            kept.observe(answer)
     return line
 
 
@@ -132,17 +132,16 @@ def after(*answers, ratio=0.6, **others):
 
 def test_a_forecast_goes_on_in_the_direction_of_the_last_change():
     kept = after(*KNOWN)
-    assert kept.reason is not None
     forecast = predicted(kept, at(2, 1.0), ONE)
     # The last change was over 2, the forecast is over 3, of which 0.7 is taken.
     assert torch.allclose(forecast, ONE + CHANGE * (1 + 0.7 * 1.5), atol=1e-6)
-    assert kept.steps == {2} and kept.reason is None
+    assert kept.forecast_steps == {2}
     assert predicted(kept, at(3, 1.5), ONE) is None
 
 
 def test_the_model_runs_in_the_step_after_the_scale_of_guidance_jumps():
     kept = after(*KNOWN, ratio=1.0)
-    kept.note_jump(at(1, -2.0))
+    kept.note_jump()
     run(kept, at(2, 1.0), ONE + 2 * CHANGE)
     assert kept.reason == reasons.CHANGES
     assert predicted(kept, at(3, 2.0), ONE) is not None
@@ -177,7 +176,7 @@ def test_short_edits_are_not_forecast(count, from_noise, is_forecast):
     kept = after(*KNOWN, ratio=1.0, count=count, from_noise=from_noise)
     forecast = predicted(kept, at(2, 1.0, count, from_noise=from_noise), ONE)
     assert (forecast is not None) == is_forecast
-    assert kept.reason == (None if is_forecast else reasons.EDIT)
+    assert is_forecast or kept.reason == reasons.EDIT
 
 
 @pytest.mark.parametrize(
@@ -298,7 +297,7 @@ def test_the_model_runs_where_answers_take_back_half_of_a_change(back, is_foreca
     kept = after(*((index, index - 4.0, answer) for index, answer in enumerate(answers)), count=8)
     step = at(3, 0.0, 8)
     assert (predicted(kept, step, ONE) is not None) == is_forecast
-    assert kept.reason == (None if is_forecast else reasons.TURNS)
+    assert is_forecast or kept.reason == reasons.TURNS
 
 
 STREAMS = slice(0, 250), slice(250, 256)
@@ -316,7 +315,7 @@ def test_the_model_runs_where_a_small_stream_takes_back_half_of_its_change(strea
         guided_run(kept, at(index, index - 4.0, 8), answer)
     forecast = predicted(kept, at(3, 0.0, 8), ONE)
     assert (forecast is not None) == is_forecast
-    assert kept.reason == (None if is_forecast else reasons.TURNS)
+    assert is_forecast or kept.reason == reasons.TURNS
 
 
 @pytest.mark.parametrize(("streams", "forecast"), [((), "FRFRF"), (STREAMS, "RFRRF")])
@@ -336,8 +335,8 @@ def test_a_short_run_whose_answers_turned_is_left_alone(count, is_forecast):
     answers = (ONE, ONE + change, ONE, *(ONE + index * change for index in range(1, 9)))
     kept = Forecasts(0.6)
     letters(kept, ((at(index, float(index), count), now) for index, now in enumerate(answers)))
-    assert bool(kept.steps) == is_forecast
-    assert kept.reason == (None if is_forecast else reasons.TURNS)
+    assert bool(kept.forecast_steps) == is_forecast
+    assert is_forecast or kept.reason == reasons.TURNS
 
 
 @pytest.mark.parametrize(
@@ -376,7 +375,7 @@ def test_the_reason_is_that_of_most_steps(uneven, inactive, why):
     for index in range(20):
         others = {"is_even": index not in uneven, "is_active": index not in inactive}
         run(kept, at(index, float(index), 20, **others), ONE + index % 2 * CHANGE)
-    assert not kept.steps and kept.reason == why
+    assert not kept.forecast_steps and kept.reason == why
 
 
 def test_a_run_in_which_another_node_leaves_out_the_steps_says_so():
@@ -398,7 +397,7 @@ def two_calls(kept, index, *answers, count=6):
     for call, answer in enumerate(answers):
         are_forecast.append(predicted(kept, step, answer, call) is not None)
         if not are_forecast[-1]:
-            kept.observe(step, answer, call)
+            kept.observe(answer, call)
     return are_forecast
 
 
@@ -426,8 +425,8 @@ def test_the_host_is_asked_before_every_call_and_may_have_the_model_run():
     for index in range(6):
         step = at(index, index)
         kept.begin(step, ONE)
-        assert kept.predict(step, agree=refuse) is None
-        kept.observe(step, ONE + index * CHANGE)
+        assert kept.predict(agree=refuse) is None
+        kept.observe(ONE + index * CHANGE)
     assert asked == [False, False, True, False, True, False]
     assert kept.reason == reasons.OTHER_RANKS
 

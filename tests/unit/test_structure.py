@@ -17,14 +17,14 @@ LAYERS = {
     "reasons": set(),
     "ranks": {"reasons"},
     "ops": set(),
-    "forecasting": {"reasons"},
     "skipping": {"reasons"},
     "strategies": {"settings", "ops"},
     "merging": _MERGING - {"merging"},
     "tuning": {"settings", "merging"},
-    "report": {*_MERGING, "tuning"},
-    "comfyui": {*_MERGING, "forecasting", "report", "skipping", "tuning"},
-    "python": {*_MERGING, "forecasting", "report", "skipping"},
+    "run": {*_MERGING, "skipping", "tuning"},
+    "report": {*_MERGING, "run", "tuning"},
+    "comfyui": {*_MERGING, "skipping", "run", "report", "tuning"},
+    "python": {*_MERGING, "skipping", "run"},
     "__init__": {"python"},
 }
 """The other parts of the package that each part may import."""

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tome_nodes.forecasting import trajectory
-from tome_nodes.forecasting.trajectory import Trajectory, has_memory, jumps, scale_of
+from tome_nodes.skipping import trajectory
+from tome_nodes.skipping.trajectory import Trajectory, has_memory, jumps, scale_of
 
 
 def drawn(seed, batch=2, *shape):

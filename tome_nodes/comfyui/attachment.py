@@ -18,18 +18,23 @@ from torch import Tensor, nn
 
 from ..merging.engine import MakeStrategy
 from ..merging.model import unwrapped
-from ..report.run_record import RunRecord
+from ..run.record import RunRecord
+from ..run.sampling_run import SamplingRun
+from ..run.span import Span
 from ..settings.config import ToMeConfig
+from ..skipping.forecasts import Forecasts
+from ..skipping.plan import adds_noise
+from ..skipping.shallow_run import ShallowRun
+from ..skipping.skipping import Skipping
 from ..strategies import make_strategy
 from . import host_checks, run_log, workflow
 from .forecast_part import ForecastPart, function_of, sampled_streams
 from .guided_answers import Latents
 from .merging_part import MergingPart, apply_model
-from .model_report import guarded
+from .model_report import guarded, warn
 from .models import check_forecasts, family_of, is_of_video, is_unet
 from .models.unet import deep_layers
 from .neighbours import KEY
-from .sampling_run import SamplingRun
 from .shallow_part import ShallowPart
 from .step_count import StepCount
 
@@ -182,37 +187,44 @@ class _Attachment:
         guider = executor.class_obj
         given = {name: kwargs.get(name) for name in host_checks.OUTER_SAMPLE}
         given |= zip(host_checks.OUTER_SAMPLE, args, strict=False)
-        run = self._run_of(guider, given, kwargs.get("latent_shapes"))
+        part = self._part_of(guider, given, kwargs.get("latent_shapes"))
         others = {name: value for name, value in kwargs.items() if name not in given}
-        with self._kept() as keep, run.installed(guider.model_options):
-            given["callback"] = run.steps.watching(given["callback"])
+        with self._kept() as keep, part.installed(guider.model_options):
+            given["callback"] = part.steps.watching(given["callback"])
             result = executor(*given.values(), *args[len(given) :], **others)
-            keep(run)
+            keep(part)
         return result
 
-    def _run_of(self, guider: Any, given: Mapping[str, Any], latent_shapes: Any) -> SamplingRun:
-        """A sampling run with some arguments of ``CFGGuider.outer_sample``."""
+    def _part_of(
+        self, guider: Any, given: Mapping[str, Any], latent_shapes: Any
+    ) -> MergingPart | ForecastPart:
+        """Our part in a sampling run with some arguments of ``CFGGuider.outer_sample``."""
         config, schedule = self.config, given["sigmas"].tolist()
-        sampler = function_of(given["sampler"])
-        latents = Latents(sampler, given["denoise_mask"], guider.model_options)
-        steps = StepCount(schedule, sampler, reads_levels=not self.merges)
+        sampler, mask = function_of(given["sampler"]), given["denoise_mask"]
+        latents = Latents(sampler, mask, guider.model_options)
+        sampling: Any = guider.model_patcher.get_model_object("model_sampling")
+        on_step = None if self.on_step is None else guarded(self.on_step)
+
+        def run_of(skipping: Skipping | None) -> SamplingRun:
+            span = Span(config, sampling.percent_to_sigma)
+            return SamplingRun(config, span, skipping, len(schedule) - 1, on_step)
+
         if not self.merges:
-            forecasting = ForecastPart(
-                *(config, guider, sampler, steps, latents),
-                starts_empty=is_empty(given["latent_image"]),
-                streams=sampled_streams(latent_shapes, given["denoise_mask"]),
-                on_step=None if self.on_step is None else guarded(self.on_step),
-            )
-            return SamplingRun(steps, forecasting=forecasting)
-        shallow = None
+            forecasts = Forecasts(config.ratio, sampled_streams(latent_shapes, mask))
+            run = run_of(forecasts)
+            steps = StepCount(run, schedule, sampler, by_calls=True)
+            starts_empty = is_empty(given["latent_image"])
+            return ForecastPart(run, forecasts, steps, guider, sampler, latents, starts_empty)
+        shallow = part = None
         if self._may_be_shallow(guider):
-            shallow = ShallowPart(config, guider, sampler, steps, latents)
+            shallow = ShallowRun(config.shallow_ratio, goes_on=not adds_noise(sampler))
+        run = run_of(shallow)
+        steps = StepCount(run, schedule, sampler)
+        if shallow is not None:
+            part = ShallowPart(run, shallow, steps, guider, latents)
         with_details = self.wants_details is not None and self.wants_details()
         name = type(guider.model_patcher.model.model_config).__name__
-        merging = MergingPart(
-            *(name, config, self.make_strategy, self.on_step, with_details, steps, shallow)
-        )
-        return SamplingRun(steps, merging, shallow)
+        return MergingPart(run, steps, name, self.make_strategy, with_details, part)
 
     def _may_be_shallow(self, guider: Any) -> bool:
         """Whether the settings and the model allow shallow steps in a run."""
@@ -227,13 +239,17 @@ class _Attachment:
         )
 
     @contextmanager
-    def _kept(self) -> Iterator[Callable[[SamplingRun], None]]:
+    def _kept(self) -> Iterator[Callable[[MergingPart | ForecastPart], None]]:
         """Count the run as running; call the yielded function to report it once it has ended."""
         node = workflow.running_node()
         self.runs.pop(node, None)
 
-        def keep(run: SamplingRun) -> None:
-            records = run.finish()
+        def keep(part: MergingPart | ForecastPart) -> None:
+            try:
+                records = part.finish()
+            except Exception as error:
+                warn("the report of this run is missing", error)
+                records = []
             if records:
                 self.runs[node] = records[0]
             if not self.is_quiet:

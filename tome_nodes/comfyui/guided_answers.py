@@ -10,14 +10,12 @@ from typing import Any
 
 import comfy.samplers
 import torch
+from comfy.model_sampling import CONST
 from comfy.patcher_extension import WrappersMP
 from torch import Tensor
 
-from .. import reasons
-from ..forecasting.trajectory import Trajectory
-from ..merging.schedule import is_active, progress_at
-from ..settings.config import ToMeConfig
 from ..skipping.plan import adds_noise
+from ..skipping.trajectory import Trajectory
 from .neighbours import KEY
 
 
@@ -134,14 +132,9 @@ def options_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, A
     return options
 
 
-def none_is_active(
-    config: ToMeConfig, schedule: Sequence[float], percent_to_sigma: Callable[[float], float]
-) -> reasons.Reason | None:
-    """Why the percents of the settings leave out all steps of a run; None if they do not."""
-    if any(is_active(config, noise, percent_to_sigma) for noise in schedule[:-1]):
-        return None
-    begins = progress_at(schedule[0], percent_to_sigma)
-    return reasons.percents(config.start_percent, config.end_percent, begins)
+def is_flow(guider: Any) -> bool:
+    """Whether latents of a guider's model go straight from noise to a picture."""
+    return isinstance(guider.model_patcher.get_model_object("model_sampling"), CONST)
 
 
 def is_cached(model_options: Mapping[str, Any]) -> bool:

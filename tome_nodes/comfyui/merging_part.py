@@ -6,7 +6,7 @@ them off again.
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from threading import Lock
 from typing import Any
@@ -21,10 +21,9 @@ from ..merging.deep_blocks import DeepBlocks
 from ..merging.engine import MakeStrategy
 from ..merging.model import unwrapped
 from ..merging.model_run import ModelRun, Request, why_stopped
-from ..merging.schedule import MergingStep, is_active, progress_at
-from ..report.counts import Counts
-from ..report.run_record import RunRecord
-from ..settings.config import ToMeConfig
+from ..merging.schedule import MergingStep
+from ..run.record import RunRecord
+from ..run.sampling_run import SamplingRun
 from ..strategies.plan import Grid
 from . import comfy_compiler, host_checks, neighbours
 from .model_report import ModelReport
@@ -71,37 +70,35 @@ def apply_model(
 
 
 class MergingPart:
-    """Merges tokens in one sampling run, which may evaluate several models in several threads."""
+    """Merges tokens in one sampling run, which may evaluate several models in several threads.
+
+    Attributes:
+        steps: counts the steps of the run.
+    """
 
     def __init__(
         self,
-        name: str,
-        config: ToMeConfig,
-        make_strategy: MakeStrategy,
-        on_step: Callable[[str], None] | None,
-        with_details: bool,
+        run: SamplingRun,
         steps: StepCount,
+        name: str,
+        make_strategy: MakeStrategy,
+        with_details: bool,
         shallow: ShallowPart | None = None,
     ):
         """Prepare a run of a model of this kind, whose steps are counted by ``steps``.
 
-        ``shallow`` says which evaluations are shallow; None if none is. ``on_step`` is called once
-        in every step with a short text on what was done; ``with_details`` is whether to record the
-        run in detail.
+        ``shallow`` says which evaluations are shallow; None if none is. ``with_details`` is whether
+        to record the run in detail.
         """
+        self.steps = steps
+        self._run = run
         self._name = name
-        self._config = config
         self._make_strategy = make_strategy
-        self._on_step = on_step
         self._with_details = with_details
-        self._steps = steps
         self._shallow = shallow
         self._known: dict[nn.Module, tuple[ComfyFamily, ModelRun] | None] = {}
         self._deep: dict[nn.Module, DeepBlocks] = {}
         self._reports: dict[type, tuple[ModelReport, ModelRun, Any]] = {}
-        # Whether merging is on in a part of the run only.
-        self._has_span = config.start_percent > 0 or config.end_percent < 1
-        self._begins = 0.0
         self._others: set[str] = set()
         self._lock = Lock()
 
@@ -114,7 +111,8 @@ class MergingPart:
         """Take part in a run, whose model options these are, until ComfyUI drops them."""
         options = model_options["transformer_options"]
         options[KEY] = self
-        with comfy_compiler.switched_off(options):
+        shallow = nullcontext() if self._shallow is None else self._shallow.installed()
+        with comfy_compiler.switched_off(options), shallow:
             yield
 
     def evaluate(
@@ -134,13 +132,12 @@ class MergingPart:
         control.
         """
         network = unwrapped(model.diffusion_model)
-        must_read = self._has_span or not self._steps.is_counted
-        level = noise_level(t) if must_read else None
         with self._lock:
+            self.steps.begin_evaluation(t)
             if network not in self._known:
                 self._known[network] = self._met(network, model, shape, t.device)
             known = self._known[network]
-            step = self._step(model, t.device, level)
+            step = self._step
         if known is None:
             return call()
         family, run = known
@@ -159,13 +156,13 @@ class MergingPart:
             return run.evaluate(call, request)
         given = None
         try:
-            given, blocks = shallow.run.given(keys), len(network.output_blocks)
+            given, blocks = shallow.shallow.given(keys), len(network.output_blocks)
             if given is not None:
                 control = shallow_control(conditions["control"], blocks)
                 own = partial(call, shallow_options(options, blocks), control)
                 return run.evaluate_shallow(own, request, deep, given)
             answer, came = run.evaluate_watched(call, request, deep)
-            shallow.run.keep(keys, came)
+            shallow.shallow.keep(keys, came)
             return answer
         except InterruptProcessingException:
             raise
@@ -187,9 +184,6 @@ class MergingPart:
         each other, and share a report.
         """
         is_first = not self._reports
-        if is_first and self._has_span:
-            to_sigma = model.model_sampling.percent_to_sigma
-            self._begins = progress_at(self._steps.schedule[0], to_sigma)
         try:
             family = family_of(network)
             changed = None if is_first else family.changed_part(network)
@@ -203,45 +197,32 @@ class MergingPart:
         if kind in self._reports:
             report = self._reports[kind][0]
         else:
-            report = ModelReport(
-                max(1, self._steps.total),
-                Grid(*shape[-2:]),
-                device,
-                self._on_step if is_first else None,
-                is_first and self._with_details,
-            )
-        config = family.in_effect(self._config)
+            latent = Grid(*shape[-2:])
+            report = ModelReport(self._run, latent, device, is_first and self._with_details)
+        config = family.in_effect(self._run.config)
         run = ModelRun(config, family, network, self._make_strategy, report)
         self._reports.setdefault(kind, (report, run, model))
         if self._shallow is not None and (deep := deep_blocks(network)) is not None:
             self._deep[network] = deep
         return family, run
 
-    def _step(self, model: Any, device: torch.device, level: float | None) -> MergingStep:
-        """The step of an evaluation; ``level`` is its noise level if it has to be known."""
-        index, last = self._steps.of_evaluation(device, level), self._steps.last
-        is_on = True
-        if self._has_span and level is not None:
-            is_on = is_active(self._config, level, model.model_sampling.percent_to_sigma)
-        progress = index / last if last else 0.0
-        return MergingStep(index, progress, index, is_on, self._begins)
+    @property
+    def _step(self) -> MergingStep:
+        """The current step."""
+        run = self._run
+        progress = run.index / max(run.total_steps - 1, 1)
+        return MergingStep(run.index, progress, run.index, run.why_off)
 
     def finish(self) -> list[RunRecord]:
         """The records of the run, one for each class of model; none if nothing was sampled."""
-        if not self._known and self._steps.done:
-            return [self._unseen()]
+        if not self._known and self.steps.done:
+            return [self._run.unseen(self._name)]
         others = {neighbours.short(other) for other in self._others}
+        gpu_waited = self.steps.gpu_waited
         return [
-            report.finish(run, model, self._steps, others)
+            report.finish(type(model.model_config).__name__, run, others, gpu_waited)
             for report, run, model in self._reports.values()
         ]
-
-    def _unseen(self) -> RunRecord:
-        """The record of a run of which no evaluation came here."""
-        counts = Counts(self._steps.total)
-        return RunRecord(
-            model=self._name, config=self._config, counts=counts, unmerged=reasons.NOT_CALLED
-        )
 
 
 def _copied(control: Any) -> Any:
@@ -249,11 +230,6 @@ def _copied(control: Any) -> Any:
     if not isinstance(control, dict):
         return control
     return {name: [*added] if isinstance(added, list) else added for name, added in control.items()}
-
-
-def noise_level(t: Tensor) -> float:
-    """The highest noise level of some samples."""
-    return max(t.flatten().tolist())
 
 
 def _recomputes(network: nn.Module) -> bool:

@@ -1,12 +1,13 @@
-"""Report a sampling run: live on the node, in the log, and in a record for ToMe Report.
+"""Follow the models of a sampling run: live on the node, and in a record for ToMe Report.
 
 An error in reporting never stops the sampling.
 """
 
 import logging
 from collections.abc import Callable, Set
+from functools import partial
 from threading import Lock
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from comfy.model_management import InterruptProcessingException
@@ -14,12 +15,12 @@ from comfy.model_management import InterruptProcessingException
 from ..merging.evaluation import Observer, Result
 from ..merging.model_run import ModelRun
 from ..merging.overrides import Forward
-from ..report import log_line
-from ..report.counts import Counts
-from ..report.recording import Recorder
-from ..report.run_record import RunRecord, merging_record
+from ..run import log_line
+from ..run.counts import Counts
+from ..run.record import Merged, RunRecord
+from ..run.recording import Recorder
+from ..run.sampling_run import SamplingRun
 from ..strategies.plan import Grid
-from .step_count import StepCount
 
 log = logging.getLogger("tome_nodes")
 
@@ -27,26 +28,17 @@ Told = TypeVar("Told")
 
 
 class ModelReport(Observer):
-    """Follows a model through a sampling run, and reports it at the end."""
+    """Follows the models of one class through a sampling run, and reports them at the end."""
 
-    def __init__(
-        self,
-        total_steps: int,
-        latent: Grid,
-        device: torch.device,
-        on_step: Callable[[str], None] | None,
-        with_details: bool,
-    ):
+    def __init__(self, run: SamplingRun, latent: Grid, device: torch.device, with_details: bool):
         """Start following, just before the first evaluation of a model on ``device``.
 
-        ``on_step`` is called once in every step with a short text on what was merged;
         ``with_details`` is whether to record every block in every step.
         """
-        self._counts = Counts(total_steps)
+        self._run = run
+        self._counts = Counts()
         self._latent = latent
-        self._on_step = on_step
         self._details = Recorder(latent, device) if with_details else None
-        self._step: int | None = None
         followers = [self._counts.note, self._show]
         if self._details is not None:
             followers.append(self._details.note)
@@ -65,29 +57,26 @@ class ModelReport(Observer):
 
     def _show(self, result: Result) -> None:
         """Show what the first evaluation of a step did."""
-        if self._on_step is not None and result.step != self._step:
-            self._step = result.step
-            self._on_step(log_line.live_line(result, self._counts.total_steps))
+        self._run.show(partial(log_line.live_line, result))
 
-    def finish(
-        self,
-        run: ModelRun,
-        model: Any,
-        steps: StepCount,
-        others: Set[str],
-    ) -> RunRecord:
+    def finish(self, name: str, run: ModelRun, others: Set[str], gpu_waited: bool) -> RunRecord:
         """The record of the run.
 
-        ``model`` is the BaseModel of ComfyUI that was evaluated, and ``others`` are the nodes that
-        may be in the way.
+        Args:
+            name: the host's for the class of models.
+            run: the evaluations of one of them.
+            others: the nodes that may be in the way.
+            gpu_waited: whether the GPU waited for the host in most steps.
         """
-        return merging_record(
-            *(type(model.model_config).__name__, run, self._counts, self._latent),
-            begun=steps.begun,
+        recording = None if self._details is None else self._details.finish()
+        merged = Merged(
+            run=run,
+            latent=self._latent,
             others=others,
-            gpu_waited=steps.gpu_waited,
-            recording=None if self._details is None else self._details.finish(),
+            gpu_waited=gpu_waited,
+            recording=recording,
         )
+        return self._run.record(name, self._counts, merged)
 
 
 def guarded(tell: Callable[[Told], None]) -> Callable[[Told], None]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from comfy_execution.progress import NodeProgressState, ProgressHandler, get_progress_state
 from comfy_execution.utils import get_executing_context
 
-from ..report.run_record import RunRecord
+from ..run.record import RunRecord
 from . import workflow
 from .neighbours import KEY
 

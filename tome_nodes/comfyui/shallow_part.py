@@ -11,18 +11,16 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from comfy.model_sampling import CONST
 from comfy.patcher_extension import WrapperExecutor
 from torch import Tensor
 
 from .. import reasons
-from ..forecasting.steps import log_snr, log_snrs
-from ..merging.schedule import is_active
-from ..settings.config import ToMeConfig
-from ..skipping.plan import LEAST_SNR, adds_noise
+from ..run.sampling_run import SamplingRun
+from ..skipping.plan import LEAST_SNR
 from ..skipping.shallow_run import ShallowRun
+from ..skipping.steps import log_snr, log_snrs
 from .conditions import conditions_of
-from .guided_answers import Latents, is_cached, none_is_active, options_of, place_in, wrapped
+from .guided_answers import Latents, is_cached, is_flow, options_of, place_in, wrapped
 from .shallow_call import Options
 from .step_count import StepCount
 
@@ -31,23 +29,27 @@ class ShallowPart:
     """Tells a :class:`ShallowRun` of the evaluations of one sampling run.
 
     Attributes:
-        run: decides which of them are shallow, and keeps features for them.
+        shallow: decides which of them are shallow, and keeps features for them.
     """
 
     def __init__(
-        self, config: ToMeConfig, guider: Any, sampler: str, steps: StepCount, latents: Latents
+        self,
+        run: SamplingRun,
+        shallow: ShallowRun,
+        steps: StepCount,
+        guider: Any,
+        latents: Latents,
     ):
-        """Prepare a run whose steps are counted by ``steps``, under the sampler of this name.
+        """Prepare a run whose steps are counted by ``steps``.
 
         ``latents`` follows the latents of the run. The model options of ``guider``, ComfyUI's, are
         of this run alone.
         """
-        self._config = config
-        self._guider = guider
+        self.shallow = shallow
+        self._run = run
         self._steps = steps
-        self._sampling: Any = guider.model_patcher.get_model_object("model_sampling")
-        self._is_flow = isinstance(self._sampling, CONST)
-        self.run = ShallowRun(config.shallow_ratio, goes_on=not adds_noise(sampler))
+        self._guider = guider
+        self._is_flow = is_flow(guider)
         self._latents = latents
         self._latent: Tensor | None = None
         self._where: Hashable = None
@@ -56,49 +58,45 @@ class ShallowPart:
         self._is_planned = False
         self._conditions: Hashable = None
         self._place = 0.0
-        self.run.obstacle = self._obstacle_before()
+        shallow.obstacle = self._obstacle_before()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShallowPart":
         # Another node may copy the transformer options, whose wrappers hold this.
         return self
 
-    @property
-    def reason(self) -> reasons.Reason:
-        """Why no evaluation was shallow, as far as is known."""
-        return self.run.why_none()
-
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Take part in a run; afterwards, nothing is kept of it."""
+        """Take part in the run; afterwards, nothing is kept of it."""
         try:
             with wrapped(self._guider, self.predict_noise, self.calc_cond_batch):
                 yield
         finally:
-            self.run.clear()
+            self.shallow.clear()
             self._latents.clear()
             self._latent = None
 
     def predict_noise(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
         """Wrap a guided answer, for which the model may be called several times."""
-        if self.run.obstacle is not None:
-            return executor(*args, **kwargs)
-        self._latent = args[0]
-        self._begin(args[0], args[1], options_of(args, kwargs))
-        answer = executor(*args, **kwargs)
-        self._latents.note(answer)
-        return answer
+        with self._steps.answering(args[1]):
+            if self.shallow.obstacle is not None:
+                return executor(*args, **kwargs)
+            self._latent = args[0]
+            self._begin(args[0], options_of(args, kwargs))
+            answer = executor(*args, **kwargs)
+            self._latents.note(answer)
+            return answer
 
     def calc_cond_batch(
         self, executor: WrapperExecutor, model: Any, conds: Any, x_in: Tensor, *others: Any
     ) -> Any:
         """Wrap the answers to some conditions, in a window of the latent or in all of it."""
-        if self._latent is not None and self.run.obstacle is None:
+        if self._latent is not None and self.shallow.obstacle is None:
             self._where = place_in(x_in, self._latent)
         return executor(model, conds, x_in, *others)
 
     def stop(self, why: reasons.Reason) -> None:
         """Run the rest whole, and drop what is kept: memory may be short."""
-        self.run.stop(why)
+        self.shallow.stop(why)
         self._latents.clear()
 
     def keys_of(
@@ -120,9 +118,9 @@ class ShallowPart:
         if self._where is not None:
             names = [(name, self._where) for name in names]
         # Another node may call the model for a part of them.
-        return self.run.keys_of(names, shape, device)
+        return self.shallow.keys_of(names, shape, device)
 
-    def _begin(self, latent: Tensor, sigma: Tensor, options: Mapping[str, Any]) -> None:
+    def _begin(self, latent: Tensor, options: Mapping[str, Any]) -> None:
         """Begin a guided answer: decide whether it is shallow."""
         index, done = self._answers, self._steps.done
         self._answers += 1
@@ -135,28 +133,22 @@ class ShallowPart:
             # All samplers evaluate the step that leaves no noise once.
             once = self._steps.schedule[-1] == 0
             levels = [level for level in others for _ in range(evaluations)]
-            self.run.plan([*levels, *[last] * (1 if once else evaluations)])
+            self.shallow.plan([*levels, *[last] * (1 if once else evaluations)])
             self._is_planned = True
-        level = self._level(sigma, index)
-        conditions = conditions_of(self._guider, options, level)
+        noise, is_active = self._run.noise, self._run.is_active
+        conditions = conditions_of(self._guider, options, noise)
         is_new, self._conditions = conditions != self._conditions, conditions
         if is_new:
-            self.run.clear()
-        self._place = log_snr(level, self._is_flow) if level > 0 else self._place
-        is_on = is_active(self._config, level, self._sampling.percent_to_sigma)
-        self.run.begin(index, self._place, may_be_shallow=is_on and not is_new)
-        self.run.follow(self._latents.begin(latent, level))
-
-    def _level(self, sigma: Tensor, index: int) -> float:
-        """The noise level of an answer; reading it waits for the GPU, so a known one counts."""
-        schedule, done = self._steps.schedule, self._steps.done
-        return schedule[done] if index == done < len(schedule) else float(sigma.max())
+            self.shallow.clear()
+        self._place = log_snr(noise, self._is_flow) if noise > 0 else self._place
+        self.shallow.begin(index, self._place, may_be_shallow=is_active and not is_new)
+        self.shallow.follow(self._latents.begin(latent, noise))
 
     def _obstacle_before(self) -> reasons.Reason | None:
         """Why no evaluation can be shallow, as far as can be told before the run."""
         schedule = self._steps.schedule
-        why = none_is_active(self._config, schedule, self._sampling.percent_to_sigma)
-        why = why or self.run.too_short(self._steps.total)
+        why = self._run.span.why_none(schedule[:-1])
+        why = why or self.shallow.too_short(self._run.total_steps)
         if why is not None:
             return why
         if any(after >= before for before, after in pairwise(schedule)):

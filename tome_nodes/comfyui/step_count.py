@@ -1,12 +1,15 @@
-"""Which step of a sampling run goes on, and when each began."""
+"""Which step of a sampling run in ComfyUI goes on, and at which noise level."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..merging.schedule import step_index
-from ..ops.clock import Clock, has_nothing_to_do
+from ..ops.clock import has_nothing_to_do
+from ..run.sampling_run import SamplingRun
 
 Callback = Callable[..., Any]
 
@@ -18,35 +21,33 @@ _COUNTS_OTHERWISE = ("dpm_fast", "dpm_adaptive", "ar_video")
 
 
 class StepCount:
-    """Counts the steps of a run: by the sampler's calls, else by noise levels.
+    """Tells a run of its steps: by the sampler's calls, else by noise levels.
 
     The sampler calls back in every step, after the model's answer. Reading a noise level instead
     waits for the GPU, which is then idle until the model runs.
 
     Attributes:
         schedule: noise levels, one more than there are steps.
-        total: the number of steps of the run.
-        last: the index of the last step.
         done: how many steps the sampler says are done.
-        is_counted: whether the step of an evaluation is known without its noise level.
     """
 
-    def __init__(self, schedule: Sequence[float], sampler: str, reads_levels: bool):
-        """Count the steps of a ``sampler`` with this name.
+    def __init__(
+        self, run: SamplingRun, schedule: Sequence[float], sampler: str, by_calls: bool = False
+    ):
+        """Count the steps of a run under the sampler of this name.
 
-        ``reads_levels`` is whether the noise level of each step is read anyway, before
-        :meth:`begin`, so that the device is at rest as a step begins.
+        ``by_calls`` is whether the step is always the one after the last that the sampler says is
+        done, and its noise level is read.
         """
         self.schedule = schedule
-        self.total = len(schedule) - 1
-        self.last = max(self.total - 1, 0)
         self.done = 0
-        self.is_counted = False
+        self._run = run
+        self._last = max(run.total_steps - 1, 0)
+        self._by_calls = by_calls
+        self._is_counted = False
         self._may_count = not sampler.startswith(_COUNTS_OTHERWISE)
-        self._reads_levels = reads_levels
         self._index = 0
-        self._clock: Clock | None = None
-        self._begun: dict[int, Any] = {}
+        self._is_answering = False
         self._gpu: torch.device | None = None
         self._waits: list[bool] = []
 
@@ -70,31 +71,38 @@ class StepCount:
 
         return watched
 
-    def begin(self, device: torch.device) -> None:
-        """Note that the step after the last one done begins, on a device at rest."""
-        self._mark(self.done, device)
+    @contextmanager
+    def answering(self, t: Tensor) -> Iterator[None]:
+        """Begin a guided answer; evaluations of the model within it belong to the same step.
 
-    def of_evaluation(self, device: torch.device, level: float | None) -> int:
-        """The index of the step of a model evaluation.
-
-        ``level`` is its noise level; None if that was not read, as it may be while
-        :attr:`is_counted`.
+        ``t`` are the noise levels of the samples.
         """
-        self._gpu = device if device.type in GPUS else None
-        if level is not None and not self.is_counted:
-            self._index = step_index(self.schedule, level, self._index)
-            if not self._reads_levels:
-                self._mark(self._index, device)
-        return min(self._index, self.last)
+        self._begin(t)
+        self._is_answering = True
+        try:
+            yield
+        finally:
+            self._is_answering = False
 
-    def begun(self) -> Mapping[int, float]:
-        """When each step began, in seconds since the first."""
-        clock = self._clock
-        if clock is None:
-            return {}
-        clock.wait()
-        first = next(iter(self._begun.values()))
-        return {step: clock.between(first, mark) for step, mark in self._begun.items()}
+    def begin_evaluation(self, t: Tensor) -> None:
+        """Begin an evaluation of the model."""
+        if not self._is_answering:
+            self._begin(t)
+
+    def _begin(self, t: Tensor) -> None:
+        run, device = self._run, t.device
+        if self._by_calls:
+            self._mark(self.done, device)
+            run.begin(self.done, noise_level(t))
+            return
+        self._gpu = device if device.type in GPUS else None
+        must_read = run.span.is_partial or not self._is_counted
+        level = noise_level(t) if must_read else None
+        if level is not None and not self._is_counted:
+            self._index = step_index(self.schedule, level, self._index)
+            self._mark(self._index, device)
+        index = min(self._index, self._last)
+        run.begin(index, self.schedule[index] if level is None else level)
 
     def _count(self, step: int) -> None:
         """Count a step that the sampler says is done; trust its count until it is out of order.
@@ -104,19 +112,21 @@ class StepCount:
         """
         if isinstance(step, int):
             self.done = step + 1
-        clock = self._clock
+        if self._by_calls:
+            return
         # Without a clock for the device, times are taken where a level that was read has made it
         # rest.
-        is_next = clock is not None and clock.can_measure and step == self._index
-        self.is_counted = self._may_count = self._may_count and is_next
-        if self.is_counted:
+        is_next = self._run.can_time and step == self._index
+        self._is_counted = self._may_count = self._may_count and is_next
+        if self._is_counted:
             self._index += 1
-            if not self._reads_levels:
-                self._mark(self._index)
+            self._mark(self._index)
 
     def _mark(self, step: int, device: torch.device | None = None) -> None:
-        """Note when a step began; ``device`` is known before the first is done."""
-        if self._clock is None and device is not None:
-            self._clock = Clock(device)
-        if self._clock is not None and step <= self.last and step not in self._begun:
-            self._begun[step] = self._clock.now()
+        if step <= self._last:
+            self._run.mark(step, device)
+
+
+def noise_level(t: Tensor) -> float:
+    """The highest noise level of some samples."""
+    return max(t.flatten().tolist())

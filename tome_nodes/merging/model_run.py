@@ -235,7 +235,7 @@ class ModelRun:
             _said.add(model.model)
             log.warning("[ToMe] %s", reasons.NO_MORE_GRAPHS)
         blocks = len(model.blocks)
-        is_active = step.is_active
+        is_active = step.why_off is None
         model.observer.note(Result(step.index, blocks, outcomes, obstacle, is_active, is_shallow))
 
     def end(self, begun: Begun) -> None:
@@ -248,9 +248,8 @@ class ModelRun:
 
     def _obstacle(self, request: Request) -> reasons.Reason | None:
         """Why nothing can merge in an evaluation; None if merging may be tried."""
-        if not request.step.is_active:
-            config, begins = self._config, request.step.begins
-            return reasons.percents(config.start_percent, config.end_percent, begins)
+        if request.step.why_off is not None:
+            return request.step.why_off
         if self.stopped is not None:
             return self.stopped
         if request.obstacle is not None:

@@ -1,8 +1,9 @@
 """When to merge: steps and noise levels of a sampling run."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..reasons import Reason
 from ..settings.config import ToMeConfig
 
 
@@ -14,33 +15,14 @@ class MergingStep:
         index: which step it is, from 0.
         progress: how far the ratio is on its way from ``ratio`` to ``ratio_end``, from 0 to 1.
         picks: decides the random picks, together with the seed; not negative.
-        is_active: whether its noise level is between ``start_percent`` and ``end_percent``.
-        begins: the share of the model's whole schedule that comes before the run, as far as the
-            host knows it.
+        why_off: why nothing is to merge in it, as its noise level is not between
+            ``start_percent`` and ``end_percent``; None if it is.
     """
 
     index: int
     progress: float
     picks: int
-    is_active: bool
-    begins: float = 0.0
-
-
-def is_active(config: ToMeConfig, noise: float, noise_at: Callable[[float], float]) -> bool:
-    """Whether merging is on at a noise level: from ``start_percent`` on, before ``end_percent``.
-
-    ``noise_at`` returns the noise level at a point of the sampling, from 0 to 1.
-    """
-    return noise_at(config.end_percent) < noise <= noise_at(config.start_percent)
-
-
-def progress_at(noise: float, noise_at: Callable[[float], float]) -> float:
-    """The point of the sampling at a noise level, from 0 to 1; ``noise_at`` falls."""
-    before, after = 0.0, 1.0
-    for _ in range(20):
-        middle = (before + after) / 2
-        before, after = (middle, after) if noise_at(middle) > noise else (before, middle)
-    return after
+    why_off: Reason | None = None
 
 
 def step_index(schedule: Sequence[float], sigma: float, since: int) -> int:

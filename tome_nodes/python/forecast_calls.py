@@ -71,7 +71,7 @@ class ForecastCalls(PatchedCalls):
             return None
         run, call = begun
         own = run.call, call.latent.shape
-        denoised = run.forecasts.predict(run.step, own, self._ranks.agree)
+        denoised = run.forecasts.predict(own, self._ranks.agree)
         if denoised is None:
             return None
         run.latents.note(denoised)
@@ -87,7 +87,7 @@ class ForecastCalls(PatchedCalls):
         if run.forecasts.obstacle is None:
             denoised = call.denoised(result, run.noise)
             self._kind = type(result)
-            corrected = run.forecasts.observe(run.step, denoised, (run.call, call.latent.shape))
+            corrected = run.forecasts.observe(denoised, (run.call, call.latent.shape))
             run.latents.note(corrected)
             if corrected is not denoised:
                 answer = call.returned(corrected, run.noise, self._kind)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..forecasting.trajectory import Trajectory
+from ..skipping.trajectory import Trajectory
 
 _MOST_ANSWERS = 8
 """An evaluation of more calls, as of the views of a panorama, is not followed."""

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Hashable
 
-from ..report.run_record import RunRecord
+from ..run.record import RunRecord
 
 log = logging.getLogger("tome_nodes")
 

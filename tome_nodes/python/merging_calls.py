@@ -5,8 +5,7 @@ A call puts the overrides on the transformer blocks, runs the model and takes th
 
 import math
 import struct
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, SupportsFloat
 
@@ -19,11 +18,13 @@ from ..merging.compiling import with_graphs_so_far
 from ..merging.engine import MakeStrategy
 from ..merging.evaluation import Observer, Result
 from ..merging.model_run import ModelRun, Request, why_stopped
-from ..merging.schedule import MergingStep, is_active, progress_at
+from ..merging.schedule import MergingStep
 from ..ranks import Ranks
-from ..report import log_line
-from ..report.counts import Counts
-from ..report.run_record import RunRecord, merging_record
+from ..run import log_line
+from ..run.counts import Counts
+from ..run.record import Merged
+from ..run.sampling_run import SamplingRun
+from ..run.span import Span
 from ..settings.config import ToMeConfig
 from ..strategies.plan import Grid
 from .arguments import first_two_arguments
@@ -112,6 +113,7 @@ class MergingCalls(PatchedCalls):
         self._completed = True
         self._levels = levels
         self._noisiest = levels - 1
+        self._span = Span(config, self._noise_at)
         self._timestep = math.inf
         may_be_shallow = config.forecast and config.ratio > 0
         self._deep = unets.deep_blocks(unet) if may_be_shallow else None
@@ -188,18 +190,21 @@ class MergingCalls(PatchedCalls):
         self._merging.may_compile |= is_new
         self._timestep = noise
         self._completed = False
-        is_on = is_active(self._config, noise, self._noise_at)
-        run = None
+        run, why_off = None, None
         if self._deep is not None:
             others = {
                 name: value
                 for name, value in kwargs.items()
                 if value is not sample and value is not timestep
             }
-            run = self._follow(sample, noise, is_on, self._unets.conditions(args[2:], others))
-        at = self._step(noise, 0 if run is None else run.index, is_on)
+            run = self._follow(sample, noise, self._unets.conditions(args[2:], others))
+            why_off = run.run.why_off
+        elif not self._span.covers(noise):
+            # Where the run of this call began is not known.
+            why_off = self._span.reason(math.inf)
+        at = self._step(noise, 0 if run is None else run.run.index, why_off)
         # The checks may visit every module of the UNet.
-        obstacle = self._obstacle() if is_on else None
+        obstacle = self._obstacle() if why_off is None else None
         device, self._latent = _execution_device(self.network, sample), Grid(*sample.shape[-2:])
         request = Request(at, self._latent, device, sample.dtype, obstacle)
         if run is None:
@@ -222,17 +227,15 @@ class MergingCalls(PatchedCalls):
             return reasons.SEVERAL_DEVICES
         return self._unets.obstacle(self.network, self._config)
 
-    def _follow(
-        self, sample: Tensor, timestep: float, is_on: bool, conditions: Hashable
-    ) -> UNetRun:
+    def _follow(self, sample: Tensor, timestep: float, conditions: Hashable) -> UNetRun:
         """The run that a call belongs to, which has begun it."""
         run = self._run
         if run is None or not run.takes(timestep):
             if run is not None and run.counts.skipped_steps:
                 self._report_run(run)
-            run = self._run = UNetRun(self._config, self._scheduling, self._levels)
+            run = self._run = UNetRun(self._config, self._span, self._scheduling, self._levels)
             run.shallow.obstacle = self._unets.whole_only(self.network)
-        run.begin(sample, timestep, conditions, is_on)
+        run.begin(sample, timestep, conditions)
         return run
 
     @torch.compiler.disable
@@ -295,7 +298,7 @@ class MergingCalls(PatchedCalls):
         kind = self._latent, bool(counts.merged), obstacle, *log_line.deviations(counts)
         if not self._once.is_new(kind):
             return
-        record = self._finish(counts, {})
+        record = SamplingRun(self._config, self._span).record(self._name, counts, self._merged)
         why = record.unmerged
         if why is not None:
             # Steps may still be shallow, so ToMe is not to be left out.
@@ -308,33 +311,21 @@ class MergingCalls(PatchedCalls):
         """Log what was done in a run, once."""
         if not run.is_reported:
             run.is_reported = True
-            self._once.report(lambda: self._record_of(run))
+            self._once.report(lambda: run.record(self._name, self._merged))
 
-    def _record_of(self, run: UNetRun) -> RunRecord:
-        run.counts.total_steps = run.index + 1
-        record = self._finish(run.counts, run.begun)
-        if run.counts.shallow_steps:
-            return record
-        return replace(record, unshallow=self._unshallow(run))
+    @property
+    def _name(self) -> str:
+        return type(self.network).__name__
 
-    def _unshallow(self, run: UNetRun) -> reasons.Reason:
-        """Why no evaluation of a run was shallow, as far as is known."""
-        if run.was_active:
-            return run.reason
-        config = self._config
-        begins = progress_at(run.first, lambda share: (1 - share) * self._noisiest)
-        return reasons.percents(config.start_percent, config.end_percent, begins)
+    @property
+    def _merged(self) -> Merged:
+        return Merged(run=self._merging, latent=self._latent)
 
-    def _finish(self, counts: Counts, begun: Mapping[int, float]) -> RunRecord:
-        """The record of what was counted; ``begun`` is when each step began, in seconds."""
-        name = type(self.network).__name__
-        return merging_record(name, self._merging, counts, self._latent, lambda: begun)
-
-    def _step(self, timestep: float, index: int, is_on: bool) -> MergingStep:
+    def _step(self, timestep: float, index: int, why_off: reasons.Reason | None) -> MergingStep:
         (bits,) = struct.unpack("<Q", struct.pack("<d", timestep))
         done = self._noisiest - min(max(timestep, 0), self._noisiest)
         progress = done / self._noisiest if self._noisiest > 0 else 0.0
-        return MergingStep(index=index, progress=progress, picks=bits, is_active=is_on)
+        return MergingStep(index=index, progress=progress, picks=bits, why_off=why_off)
 
     def _noise_at(self, percent: float) -> float:
         """The timestep at a share of the sampling from 0 to 1; at 0 and 1, beyond all timesteps."""

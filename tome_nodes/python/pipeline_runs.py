@@ -1,25 +1,21 @@
 """The sampling runs of a diffusers pipeline, whose scheduler counts their steps."""
 
-import time
 from collections.abc import Mapping
 from threading import local
 from typing import Any
 
+import torch
+
 from .. import reasons
-from ..forecasting.forecasts import Forecasts
-from ..forecasting.samplers import SAMPLERS, Sampler
-from ..forecasting.steps import (
-    ForecastStep,
-    is_even,
-    is_noise_alone,
-    latent_share,
-    log_snr,
-    log_snrs,
-)
-from ..merging.schedule import is_active
-from ..report.counts import Counts
-from ..report.run_record import RunRecord, forecast_record
+from ..run.counts import Counts
+from ..run.record import RunRecord
+from ..run.sampling_run import SamplingRun
+from ..run.span import Span
 from ..settings.config import ToMeConfig
+from ..skipping.forecasts import Forecasts
+from ..skipping.samplers import SAMPLERS, Sampler
+from ..skipping.schedule import Schedule
+from ..skipping.steps import is_noise_alone
 from .flow_call import FlowCall
 from .latents import CalledLatents
 from .log_once import LogOnce
@@ -36,6 +32,8 @@ _METHODS: Mapping[str, Sampler] = {
     "DPMSolverMultistepScheduler": SAMPLERS["dpmpp_2m"],
 }
 """The samplers that schedulers are, by the names of diffusers' classes."""
+
+_HOST = torch.device("cpu")
 
 _ROUNDING = 0.01
 """The most that a timestep may be off, as a whole number or in bfloat16."""
@@ -64,14 +62,10 @@ class PipelineRun:
         timesteps: its timesteps; each run has a tensor of its own.
         forecasts: the forecasts of the run.
         latents: follows its latents, if steps are forecast.
-        counts: counts its steps.
-        step: the step of the latest call.
-        noise: its noise level.
-        begun: when each step began, in seconds.
+        noise: the noise level of the latest call.
         call: the number of this call within the step, from 0.
     """
 
-    step: ForecastStep
     noise: float
 
     def __init__(self, scheduler: Any, method: Sampler, config: ToMeConfig):
@@ -80,15 +74,14 @@ class PipelineRun:
         self.timesteps = scheduler.timesteps
         self.forecasts = Forecasts(config.ratio)
         self.latents = CalledLatents()
-        self.counts = Counts()
-        self.begun: dict[int, float] = {}
         self.call = -1
         self._method = method
-        self._config = config
+        # Percents are of the steps, not of the noise, which is left out.
+        self._run = SamplingRun(config, Span(config, lambda percent: 1 - percent), self.forecasts)
         # One more than there are timesteps, once it was told the steps.
         self._levels: list[float] = scheduler.sigmas.tolist()
-        self._log_snrs: list[float] = []
-        self._first: int | None = None
+        self._schedule: Schedule | None = None
+        self._first = 0
         self._stop = len(self.timesteps)
         self._index: int | None = None
         self._calls_before = 0
@@ -98,55 +91,44 @@ class PipelineRun:
         index, count = self._index_of(call), len(self.timesteps)
         # Without the level after the last step, the scheduler was not told the steps.
         is_told = getattr(self.scheduler, "num_inference_steps", count) is not None
-        first = index if self._first is None else self._first
+        first = index if self._schedule is None else self._first
         is_in_run = len(self._levels) == count + 1 and first <= index < self._stop
         if not is_told or not is_in_run:
             return reasons.OTHER_NOISE
         noise = self._levels[index]
         if noise <= 0 or abs(noise - call.time) > _ROUNDING:
             return reasons.OTHER_NOISE
-        if self._first is None:
-            self._start(first)
-        method = self._method
+        schedule = self._schedule or self._start(first)
         if index == self._index:
             self.call += 1
             return None
         self._calls_before, self.call = self.call + 1, 0
         self._index, self.noise = index, noise
-        may_forecast = self.forecasts.obstacle is None
-        follows = self.latents.begin(call.latent) if may_forecast else None
-        self.step = ForecastStep(
-            index=index - first,
-            count=self._stop - first,
-            log_snr=log_snr(noise, is_flow=True),
-            conditions=call.conditions,
-            latent_share=latent_share(self._levels, index) if method.corrects else None,
-            is_even=is_even(self._log_snrs, index - first, method.faster),
-            is_active=self._is_active(index),
-            follows=follows is None or bool(follows),
-            from_noise=first == 0 and is_noise_alone(self._levels[0], most=1.0),
-        )
+        run = self._run
+        run.begin(index - first, self._left(index))
         # The device is at rest, as the timestep and the prompts have been read from it.
-        self.begun[self.step.index] = time.perf_counter()
-        if may_forecast:
-            self.forecasts.begin(self.step, call.latent)
+        run.mark(run.index, _HOST)
+        if self.forecasts.obstacle is None:
+            follows = self.latents.begin(call.latent)
+            step = schedule.step(run.index, noise, call.conditions, run.is_active, follows)
+            self.forecasts.begin(step, call.latent)
         return None
 
-    def _start(self, first: int) -> None:
-        self._first = first
-        count = self.counts.total_steps = self._stop - first
-        self._log_snrs = log_snrs(self._levels[first : first + count], is_flow=True)
-        self.forecasts.obstacle = self._method.obstacle(self._log_snrs)
-        if not any(self._is_active(step) for step in range(first, self._stop)):
-            config, begins = self._config, 1 - self._left(first)
-            self.forecasts.obstacle = reasons.percents(
-                config.start_percent, config.end_percent, begins
-            )
+    def _start(self, first: int) -> Schedule:
+        """Begin the run with a step of the scheduler."""
+        levels = self._levels
+        from_noise = first == 0 and is_noise_alone(levels[0], most=1.0)
+        schedule = Schedule(levels[first : self._stop + 1], True, self._method, from_noise)
+        self._first, self._schedule = first, schedule
+        self._run.total_steps = self._stop - first
+        left = [self._left(step) for step in range(first, self._stop)]
+        self.forecasts.obstacle = self._run.span.why_none(left) or schedule.obstacle
+        return schedule
 
     @property
     def is_last_step(self) -> bool:
         """Whether the latest call is of the last step."""
-        return self.step.index == self.step.count - 1
+        return self._run.index == self._run.total_steps - 1
 
     @property
     def is_over(self) -> bool:
@@ -155,14 +137,7 @@ class PipelineRun:
 
     def finish(self) -> RunRecord:
         """The record of the run."""
-        counts, forecasts = self.counts, self.forecasts
-        counts.forecast_steps = forecasts.steps
-        name = type(self.scheduler).__name__
-        return forecast_record(name, self._config, counts, forecasts.reason, lambda: self.begun)
-
-    def _is_active(self, index: int) -> bool:
-        """Whether a step is between ``start_percent`` and ``end_percent``."""
-        return is_active(self._config, self._left(index), lambda percent: 1 - percent)
+        return self._run.record(type(self.scheduler).__name__, Counts())
 
     def _left(self, index: int) -> float:
         """The share of the sampling that is left at a step."""

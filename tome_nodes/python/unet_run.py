@@ -6,20 +6,25 @@ of the pipeline, if its timesteps are those of the calls; else it is estimated.
 """
 
 import math
-import time
 from collections.abc import Hashable, Sequence
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .. import reasons
-from ..report.counts import Counts
+from ..run.counts import Counts
+from ..run.record import Merged, RunRecord
+from ..run.sampling_run import SamplingRun
+from ..run.span import Span
 from ..settings.config import ToMeConfig
 from ..skipping.plan import FIRST, LEAST_SNR, adds_noise
 from ..skipping.shallow_run import ShallowRun
 from .latents import CalledLatents
 from .scheduling import Scheduling
+
+_HOST = torch.device("cpu")
 
 _ROUNDING = 0.01
 """The most by which a timestep may differ from that of the scheduler, as a share of itself: in
@@ -43,22 +48,20 @@ class UNetRun:
     """One sampling run of a UNet.
 
     Attributes:
-        shallow: decides which of its evaluations are shallow.
+        run: its steps, which are the evaluations.
+        shallow: decides which of them are shallow.
         counts: counts what is done in it.
-        begun: when each evaluation began, in seconds.
-        index: the number of the latest evaluation, from 0.
         is_known: whether the scheduler has the timesteps so far, and so those that follow.
-        was_active: whether any evaluation was between ``start_percent`` and ``end_percent``.
-        is_reported: whether it was.
+        is_reported: whether it was reported.
     """
 
-    def __init__(self, config: ToMeConfig, scheduling: Scheduling, levels: int):
-        """Begin a run of a UNet that was trained on so many noise levels."""
+    def __init__(self, config: ToMeConfig, span: Span, scheduling: Scheduling, levels: int):
+        """Begin a run of a UNet that was trained on so many noise levels.
+
+        The noise levels of ``span`` are timesteps.
+        """
         self.counts = Counts()
-        self.begun: dict[int, float] = {}
-        self.index = -1
         self.is_known = False
-        self.was_active = False
         self.is_reported = False
         self._scheduling = scheduling
         self._scheduler = scheduling.scheduler
@@ -73,6 +76,7 @@ class UNetRun:
         # To copy under a sampler without noise does more harm than a line under one with noise.
         goes_on = self._scheduler is None or not adds_noise(_words(self._scheduler))
         self.shallow = ShallowRun(config.shallow_ratio, goes_on)
+        self.run = SamplingRun(config, span, self.shallow)
         # Noise that is added is as large as the latent that the model is given.
         self._latents = CalledLatents() if goes_on and not _clips(self._scheduler) else None
 
@@ -95,14 +99,13 @@ class UNetRun:
             goes_on and given is not None and _known(self._scheduling.scheduler)[0] == self._known
         )
 
-    def begin(self, sample: Tensor, timestep: float, conditions: Hashable, is_active: bool) -> None:
+    def begin(self, sample: Tensor, timestep: float, conditions: Hashable) -> None:
         """Begin a call, which may be one of several of an evaluation.
 
         Args:
             sample: the noisy latent, ``[batch, channels, height, width]``.
             timestep: of the call.
             conditions: everything besides the latent and the timestep that decides the answer.
-            is_active: whether it is between ``start_percent`` and ``end_percent``.
         """
         if self._times and self._is_latest(timestep):
             self._see(conditions)
@@ -111,12 +114,13 @@ class UNetRun:
             self._gap = self._times[-1] - timestep
         self._times.append(timestep)
         self._before, self._conditions = self._conditions, []
-        self.index += 1
-        self.begun[self.index] = time.perf_counter()
-        self.was_active |= is_active
-        if self.index < FIRST:
+        run = self.run
+        run.begin(run.index + 1, timestep)
+        # The device is at rest, as the timestep has been read from it.
+        run.mark(run.index, _HOST)
+        if run.index < FIRST:
             self._plan()
-        self.shallow.begin(self.index, self._place(timestep), may_be_shallow=is_active)
+        self.shallow.begin(run.index, self._place(timestep), may_be_shallow=run.is_active)
         self._look(sample)
         self._see(conditions)
 
@@ -126,17 +130,12 @@ class UNetRun:
             self._latents.note(answer if isinstance(answer, Tensor) else answer[0])
 
     @property
-    def first(self) -> float:
-        """The first timestep."""
-        return self._times[0]
-
-    @property
     def is_last(self) -> bool:
         """Whether the latest evaluation is the last, as far as is known."""
         if self._count is None:
             return False
         if self.is_known:
-            return self.index >= self._count - 1
+            return self.run.index >= self._count - 1
         # The next timestep would be below 0. The last one of some spacings is 0.
         return self._times[-1] < (1 - _ROUNDING) * self._gap
 
@@ -145,10 +144,12 @@ class UNetRun:
         """Whether this call is the last, if the last evaluation has as many as the one before."""
         return self.is_last and len(self._conditions) >= len(self._before)
 
-    @property
-    def reason(self) -> reasons.Reason:
-        """Why no evaluation was shallow, as far as is known."""
-        return self.shallow.why_none(self._count)
+    def record(self, name: str, merged: Merged) -> RunRecord:
+        """The record of the run of a model of this name."""
+        self.run.total_steps = self.run.index + 1
+        if self.shallow.obstacle is None and self._count is not None:
+            self.shallow.obstacle = self.shallow.too_short(self._count)
+        return self.run.record(name, self.counts, merged)
 
     def stop(self, why: reasons.Reason) -> None:
         """Run the rest whole, and drop what is kept."""
@@ -174,7 +175,7 @@ class UNetRun:
         times = self._rest()
         self.is_known = bool(times)
         self._count = len(times) or None
-        if self.index < FIRST - 1:
+        if self.run.index < FIRST - 1:
             return
         if times and self._place(times[-1]) < LEAST_SNR:
             self.shallow.obstacle = reasons.UNEVEN

@@ -5,15 +5,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..run import log_line
+from ..run.counts import Counts
+from ..run.record import RunRecord
+from ..run.recording import Recording
 from ..settings.options import CHART, MERGE_MAP
 from ..strategies import strategy_class
 from ..tuning import summary as tuning_words
 from ..tuning.search import LIKENESS, SPEED, Measured
 from ..tuning.summary import Found
-from . import drawing, log_line
-from .counts import Counts
-from .recording import Recording
-from .run_record import RunRecord
+from . import drawing
 
 _MANY, _ENOUGH = 16, 12
 """From ``_MANY`` steps on, merging whole stacks is no better than taking fewer steps; a hint then

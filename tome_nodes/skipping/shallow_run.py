@@ -11,6 +11,7 @@ from torch import Tensor
 from .. import reasons
 from .features import Features
 from .plan import FIRST, shortest, whole_evaluations
+from .skipping import Skipping
 
 log = logging.getLogger("tome_nodes")
 
@@ -18,20 +19,21 @@ _FIRST_KEPT = FIRST - 2
 """The first evaluation of which features are kept: a line goes through the last two."""
 
 
-class ShallowRun:
+class ShallowRun(Skipping):
     """Decides which evaluations of one sampling run are shallow, and keeps features for them.
 
     Several threads may call the model in one evaluation.
 
     Attributes:
         is_shallow: whether the current evaluation is shallow where all that it needs is kept.
-        obstacle: why the rest of the run is whole; None if more of it may be shallow.
     """
+
+    none = "no step was shallow"
 
     def __init__(self, ratio: float, goes_on: bool):
         """``goes_on`` is whether features go on along a line; else the last are copied."""
+        super().__init__()
         self.is_shallow = False
-        self.obstacle: reasons.Reason | None = None
         self._why_whole = reasons.NEVER_SHALLOW
         self._ratio = ratio
         self._features = Features(goes_on)
@@ -47,10 +49,9 @@ class ShallowRun:
         least = shortest(self._ratio)
         return reasons.too_short_for_shallow(count, least) if count < least else None
 
-    def why_none(self, count: int | None = None) -> reasons.Reason:
-        """Why no evaluation was shallow; ``count`` is how many there are, if that is known."""
-        is_short = None if count is None else self.too_short(count)
-        return self.obstacle or is_short or self._why_whole
+    @property
+    def reason(self) -> reasons.Reason:
+        return self.obstacle or self._why_whole
 
     def plan(self, levels: Sequence[float]) -> None:
         """Plan a run; all evaluations are whole before that is called.
@@ -133,11 +134,10 @@ class ShallowRun:
     def stop(self, why: reasons.Reason) -> None:
         """Run the rest of the run whole after an error, and drop what is kept."""
         log.warning("[ToMe] %s; the rest of this run goes on without shallow steps", why)
-        self.obstacle = why
-        self.clear()
+        super().stop(why)
 
     def clear(self) -> None:
-        """Drop everything that is kept, so that the rest of the evaluation is whole."""
+        """Drop what is kept, so that the rest of the evaluation is whole."""
         self.is_shallow = False
         with self._lock:
             self._features.clear()

@@ -22,7 +22,7 @@ from comfy.utils import ProgressBar
 from torch import Tensor
 
 from ...ops.clock import Clock
-from ...report import log_line
+from ...run import log_line
 from ...tuning.search import Measured
 from .. import attachment
 

@@ -50,12 +50,11 @@ def seconds(time: float) -> str:
     return f"{time:.3g} s" if time >= 0.1 else f"{1000 * time:.3g} ms"
 
 
-def live_line(result: Result, total_steps: int) -> str:
+def live_line(result: Result, step: str) -> str:
     """What one evaluation merged: number of blocks, tokens before and after, and the step.
 
     If nothing merged although merging was on, the line says why.
     """
-    step = f"step {result.step + 1}/{total_steps}"
     if result.is_shallow:
         return f"shallow, {step}"
     merged = {(outcome.before, outcome.after) for outcome in result.merged}

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import reasons
+from .skipping import Skipping
 from .steps import (
     FIRST,
     LEAST_SNR,
@@ -125,7 +126,7 @@ class _Line:
         return (self.forecasts or self.answers)[-1].step.index
 
 
-class Forecasts:
+class Forecasts(Skipping):
     """The forecasts of one sampling run, and the answers they are made from.
 
     A step may consist of several calls, as guidance combines answers. Each call has a line of its
@@ -133,21 +134,22 @@ class Forecasts:
     forecast is decided before its first call.
 
     Attributes:
-        steps: the steps that were forecast.
-        obstacle: why the rest of the run is left alone; None if more of it may be forecast.
+        forecast_steps: see :class:`Skipping`.
     """
+
+    none = "nothing was forecast"
 
     def __init__(self, ratio: float, streams: Sequence[slice] = ()):
         """Prepare a run.
 
         Args:
-            ratio: see :func:`tome_nodes.forecasting.steps.steps_that_run`.
+            ratio: see :func:`tome_nodes.skipping.steps.steps_that_run`.
             streams: where each stream of a sample is among its numbers, if it has several, such as
                 a video and its sound. There is so little of a sound that it would not show in what
                 is decided by all numbers together.
         """
-        self.steps: set[int] = set()
-        self.obstacle: reasons.Reason | None = None
+        super().__init__()
+        self.forecast_steps: set[int] = set()
         self._ratio = ratio
         self._streams = streams
         self._lines: dict[Hashable, _Line] = {}
@@ -171,7 +173,7 @@ class Forecasts:
         is_next = before is not None and step.index == before.index + 1
         self._noise_rises = before is not None and step.log_snr < before.log_snr
         if not is_next or self._noise_rises or form != self._form or not step.follows:
-            self.restart()
+            self.clear()
         # This waits for the GPU. A short run whose answers turned once stays hard to tell.
         turns = any(line.turns for line in self._telling)
         self._turns = turns or (self._turns and step.count < LONG)
@@ -186,14 +188,12 @@ class Forecasts:
 
     def predict(
         self,
-        step: ForecastStep,
         call: Hashable = 0,
         agree: Callable[[bool], bool] = bool,
     ) -> Tensor | None:
-        """The forecast of what a call returns; None if the model has to run.
+        """The forecast of what a call of the current step returns; None if the model has to run.
 
         Args:
-            step: the step that has begun.
             call: what tells the call from the others of its step.
             agree: told whether there is a forecast, it returns whether to use it. A host whose
                 model runs on several ranks asks them all.
@@ -204,12 +204,13 @@ class Forecasts:
             if self._is_forecast:
                 self._reasons[reasons.OTHER_RANKS if may else reasons.CHANGES] += 1
             return None
-        self.steps.add(step.index)
+        step = self._step
+        self.forecast_steps.add(step.index)
         first, last = line.answers
         return torch.lerp(first.denoised, last.denoised, 1 + line.skip(step))
 
-    def observe(self, step: ForecastStep, denoised: Tensor, call: Hashable = 0) -> Tensor:
-        """Note what the model answered to a call.
+    def observe(self, denoised: Tensor, call: Hashable = 0) -> Tensor:
+        """Note what the model answered to a call of the current step.
 
         Returns:
             The answer to use, corrected for the errors of the forecasts before it.
@@ -218,20 +219,22 @@ class Forecasts:
             return denoised
         line = self._lines.setdefault(call, _Line())
         # Whoever gets the answer may change it in place.
-        new, correction = _Answer(step, denoised.clone()), _correction(line, step)
+        new = _Answer(self._step, denoised.clone())
+        correction = _correction(line, self._step)
         corrected = denoised if correction is None else correction.added(new.denoised)
         line.add(new)
         return corrected
 
-    def note_guided(self, step: ForecastStep, denoised: Tensor) -> None:
-        """Note the guided answer of a step, which must not change from then on.
+    def note_guided(self, denoised: Tensor) -> None:
+        """Note the guided answer of the current step, which must not change from then on.
 
         Where a host tells guided answers, they are what shows whether answers turn, or are settled.
         """
         if torch.is_grad_enabled():
             return
-        line = self._guided = self._guided or _Line(self._streams)
-        if step.index not in self.steps:
+        step, line = self._step, self._guided or _Line(self._streams)
+        self._guided = line
+        if step.index not in self.forecast_steps:
             correction = _correction(line, step)
             if correction is not None:
                 denoised = correction.taken_off(denoised)
@@ -239,23 +242,20 @@ class Forecasts:
         elif len(line.answers) == 2:
             line.skip(step)
 
-    def note_jump(self, step: ForecastStep) -> None:
-        """Note that the scale of guidance jumped in a step, from which on the latent moves another
-        way. The model runs in the next one."""
-        self._jump_at = step.index
+    def note_jump(self) -> None:
+        """Note that the scale of guidance jumped in the current step, from which on the latent
+        moves another way. The model runs in the next one."""
+        self._jump_at = self._step.index
 
-    def restart(self) -> None:
-        """Forget all answers, which are no guide to the next."""
+    def clear(self) -> None:
         self._lines, self._guided = {}, None
 
     @property
-    def reason(self) -> reasons.Reason | None:
-        """Why nothing was forecast, in most of the steps that were to be; None if something was.
+    def reason(self) -> reasons.Reason:
+        """Why nothing was forecast, in most of the steps that were to be.
 
         Steps that the settings leave out count only if there are no others.
         """
-        if self.steps:
-            return None
         if self.obstacle is not None:
             return self.obstacle
         found = Counter(self._reasons)
@@ -263,6 +263,12 @@ class Forecasts:
         if found:
             return found.most_common(1)[0][0]
         return reasons.FORECAST_PERCENTS if outside else reasons.LEFT_OUT
+
+    @property
+    def _step(self) -> ForecastStep:
+        """The current step."""
+        assert self._latest is not None
+        return self._latest
 
     @property
     def _fewest_answers(self) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 
 from .. import reasons
+from ..merging.model import PatchedModel
 from ..merging.model_run import ModelRun
 from ..settings.config import ToMeConfig
 from ..strategies.plan import Grid
@@ -25,8 +26,8 @@ class RunRecord:
         config: the settings.
         counts: what was merged and skipped.
         unmerged: why nothing was merged; None if something was, or if nothing was to be.
-        unforecast: the same of forecasts.
-        unshallow: the same of shallow steps.
+        unskipped: that no step was skipped, in words, and why; None if one was, or if none was to
+            be.
         stopped: why merging stopped in the run, such as too little memory; None if it did not.
         gain: what the run gained; None if nothing was merged or skipped.
         backend: for example ``torch``, with the reason if it is not Triton; None if the run never
@@ -38,8 +39,7 @@ class RunRecord:
     config: ToMeConfig
     counts: Counts
     unmerged: reasons.Reason | None = None
-    unforecast: reasons.Reason | None = None
-    unshallow: reasons.Reason | None = None
+    unskipped: tuple[str, reasons.Reason] | None = None
     stopped: reasons.Reason | None = None
     gain: Gain | None = None
     backend: str | None = None
@@ -50,11 +50,10 @@ class RunRecord:
         """Why nothing was done, and one thing to do; None if anything was."""
         if self.counts.merged or self.counts.skipped_steps:
             return None
-        unskipped, what = self._unskipped
-        if self.unmerged is not None and self.unmerged == unskipped:
-            return f"nothing merged, and {what}: {self.unmerged}"
-        both = ("nothing merged", self.unmerged), (what, unskipped)
-        told = [(what, reason) for what, reason in both if reason is not None]
+        told = [] if self.unmerged is None else [("nothing merged", self.unmerged)]
+        told += [] if self.unskipped is None else [self.unskipped]
+        if len({reason for _, reason in told}) < len(told):
+            return f"{', and '.join(what for what, _ in told)}: {self.unmerged}"
         # What is to be done stands last, behind its reason: the first that helps, if any does.
         best = min(told, key=lambda each: not each[1].helps)
         told.sort(key=lambda each: each is best)
@@ -68,17 +67,10 @@ class RunRecord:
         backend = [] if self.backend in (None, "torch") else [self.backend]
         done = log_line.log_line(self.counts, self.config, backend)
         # Where steps are skipped, it does not matter why nothing merges.
-        unskipped, what = self._unskipped
-        if unskipped is None:
+        if self.unskipped is None:
             return done
-        return f"{done}; {what}: {unskipped if unskipped.helps else unskipped.why}"
-
-    @property
-    def _unskipped(self) -> tuple[reasons.Reason | None, str]:
-        """Why the model ran in all steps, and what did not happen to any of them, in words."""
-        if self.unshallow is not None:
-            return self.unshallow, "no step was shallow"
-        return self.unforecast, "nothing was forecast"
+        what, reason = self.unskipped
+        return f"{done}; {what}: {reason if reason.helps else reason.why}"
 
     def log(self, node: str | None = None, alike: int = 1) -> None:
         """Log the line, and what the run gained.
@@ -94,60 +86,70 @@ class RunRecord:
         log.log(level, "[ToMe] %s%s%s%s", where, count, self.line, gain)
 
 
-def forecast_record(
-    name: str,
-    config: ToMeConfig,
-    counts: Counts,
-    unforecast: reasons.Reason | None,
-    begun: Callable[[], Mapping[int, float]],
-) -> RunRecord:
-    """The record of a run whose steps were forecast, or were to be.
+@dataclass(frozen=True, kw_only=True)
+class Merged:
+    """How the tokens of models of one kind merged in a run.
 
-    ``name`` is the host's for the kind of model, or for its scheduler. ``begun`` returns when each
-    step began, in seconds.
-    """
-    gain = gain_of(counts, config, begun()) if counts.forecast_steps else None
-    return RunRecord(model=name, config=config, counts=counts, unforecast=unforecast, gain=gain)
-
-
-def merging_record(
-    name: str,
-    run: ModelRun,
-    counts: Counts,
-    latent: Grid,
-    begun: Callable[[], Mapping[int, float]],
-    others: Set[str] = frozenset(),
-    gpu_waited: bool = False,
-    recording: Recording | None = None,
-) -> RunRecord:
-    """The record of a run of one model that merged tokens, or was to merge some.
-
-    Args:
-        name: the host's name for the kind of model.
-        run: its evaluations.
-        counts: what merged in them, and which steps were shallow.
+    Attributes:
+        run: the evaluations of one of the models.
         latent: the grid of the latent.
-        begun: returns when each step began, in seconds.
         others: the nodes that may be in the way.
         gpu_waited: whether the GPU waited for the host in most steps.
         recording: the details; None if there are none.
     """
-    model, engine = run.model, run.engine
-    obstacle = counts.most_common_reason
-    if obstacle is None and model.shallowest > model.max_downsample:
-        obstacle = reasons.levels_left_out(model.max_downsample, model.shallowest)
-    obstacle = obstacle or reasons.NOT_CALLED
+
+    run: ModelRun
+    latent: Grid
+    others: Set[str] = frozenset()
+    gpu_waited: bool = False
+    recording: Recording | None = None
+
+
+def make_record(
+    name: str,
+    config: ToMeConfig,
+    counts: Counts,
+    begun: Callable[[], Mapping[int, float]],
+    merged: Merged | None,
+    unskipped: tuple[str, reasons.Reason] | None,
+) -> RunRecord:
+    """The record of what models of one kind did in a run.
+
+    Args:
+        name: the host's for the kind of model, or for its scheduler.
+        config: the settings.
+        counts: what was merged and skipped.
+        begun: returns when each step began, in seconds.
+        merged: how tokens merged; None if none were to merge.
+        unskipped: see :class:`RunRecord`.
+    """
+    has_gained = bool(counts.merged or counts.skipped_steps)
+    if merged is None:
+        gain = gain_of(counts, config, begun()) if has_gained else None
+        return RunRecord(model=name, config=config, counts=counts, unskipped=unskipped, gain=gain)
+    model, engine = merged.run.model, merged.run.engine
     gain = None
-    if counts.merged or counts.skipped_steps:
-        saved = model.saved(latent)
-        gain = gain_of(counts, model.config, begun(), saved, model.shallowest, gpu_waited)
+    if has_gained:
+        saved = model.saved(merged.latent)
+        gain = gain_of(counts, model.config, begun(), saved, model.shallowest, merged.gpu_waited)
+    unmerged = None if counts.merged else _why_unmerged(model, counts)
+    if unmerged == reasons.NOT_CALLED and unskipped is not None:
+        unskipped = unskipped[0], unmerged
     return RunRecord(
         model=name,
         config=model.config,
         counts=counts,
-        unmerged=None if counts.merged else reasons.named(obstacle, others),
-        stopped=run.stopped,
+        unmerged=None if unmerged is None else reasons.named(unmerged, merged.others),
+        unskipped=unskipped,
+        stopped=merged.run.stopped,
         backend=None if engine is None else engine.backend(),
-        recording=recording,
+        recording=merged.recording,
         gain=gain,
     )
+
+
+def _why_unmerged(model: PatchedModel, counts: Counts) -> reasons.Reason:
+    obstacle = counts.most_common_reason
+    if obstacle is None and model.shallowest > model.max_downsample:
+        obstacle = reasons.levels_left_out(model.max_downsample, model.shallowest)
+    return obstacle or reasons.NOT_CALLED

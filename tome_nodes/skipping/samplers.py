@@ -18,7 +18,7 @@ class Sampler:
             Euler's; some samplers make more of an answer, and are worse off with it.
         apart: in runs of fewer steps than this, no two noise levels may be so close that they
             count as one.
-        faster: see :func:`tome_nodes.forecasting.steps.is_even`.
+        faster: see :func:`tome_nodes.skipping.steps.is_even`.
     """
 
     least: int
@@ -38,6 +38,9 @@ class Sampler:
             return reasons.UNEVEN
         return None
 
+
+UNKNOWN = Sampler(SHORTEST, corrects=False)
+"""A sampler of which nothing is known."""
 
 _LOOKS_BACK = Sampler(8, faster=1.45)
 

@@ -45,7 +45,7 @@ class ForecastStep:
         is_even: see :func:`is_even`.
         is_active: whether it is between ``start_percent`` and ``end_percent``.
         follows: whether its latent is where the steps before it led; see
-            :mod:`tome_nodes.forecasting.trajectory`.
+            :mod:`tome_nodes.skipping.trajectory`.
         from_noise: whether the run began with noise alone, not with a picture under some noise.
     """
 
