@@ -170,13 +170,13 @@ def test_with_its_own_deep_features_a_shallow_call_is_the_whole_one(
         # A UNet takes them out of the lists.
         return {name: each[:] if isinstance(each, list) else each for name, each in added.items()}
 
-    def twice(self, evaluate, request, deep):
-        answer, came = watched(self, evaluate, request, deep)
+    def twice(self, evaluate, evaluation, deep):
+        answer, came = watched(self, evaluate, evaluation, deep)
         args, kwargs = DiffusersUNets().shallow_arguments(
             evaluate.args, {**evaluate.keywords, **again()}
         )
         own = partial(evaluate.func, *args, **kwargs)
-        other = self.evaluate_shallow(own, request, deep, came.clone())
+        other = self.evaluate_shallow(own, evaluation, deep, came.clone())
         found.append(relative_error(other.sample, answer.sample))
         return answer, came
 

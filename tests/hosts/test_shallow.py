@@ -63,12 +63,12 @@ def gaps(monkeypatch):
         seen.append((conditions["control"], options))
         return evaluate(self, model, shape, conditions, t, options, call)
 
-    def twice(self, call, request, deep):
-        answer, came = watched(self, call, request, deep)
+    def twice(self, call, evaluation, deep):
+        answer, came = watched(self, call, evaluation, deep)
         control, options = seen[-1]
         blocks = len(self.model.model.output_blocks)
         own = partial(call, shallow_options(options, blocks), shallow_control(control, blocks))
-        other = self.evaluate_shallow(own, request, deep, came.clone())
+        other = self.evaluate_shallow(own, evaluation, deep, came.clone())
         found.append(relative_error(other, answer))
         return answer, came
 

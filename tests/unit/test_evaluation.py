@@ -5,10 +5,10 @@ import torch
 from torch import nn
 from torch.nn import Linear
 
-from tome_nodes.merging.evaluation import Observer
+from tome_nodes.merging.evaluation import Evaluation, Observer
 from tome_nodes.merging.model import deepest_level
-from tome_nodes.merging.model_run import ModelRun, Request
-from tome_nodes.merging.schedule import MergingStep, step_index
+from tome_nodes.merging.model_run import ModelRun
+from tome_nodes.merging.schedule import step_index
 from tome_nodes.merging.stack import Stack
 from tome_nodes.merging.unet import UNetFamily
 from tome_nodes.settings.config import ToMeConfig
@@ -16,7 +16,6 @@ from tome_nodes.strategies import make_strategy
 from tome_nodes.strategies.plan import Grid
 
 GRID = Grid(4, 4)
-NOW = MergingStep(0, 0.0, 0)
 
 
 class Block(nn.Module):
@@ -48,20 +47,21 @@ TOY = ToyRecord(
 
 
 class Merging(Observer):
-    """A model that merges half of its tokens, with what is reported of its evaluations."""
+    """A model that merges half of its tokens, with its evaluations."""
 
     def __init__(self, **settings):
-        self.results, self.model = [], nn.Sequential(Block(), Block()).double()
+        self.evaluations, self.model = [], nn.Sequential(Block(), Block()).double()
         config = ToMeConfig(ratio=0.5, min_tokens=1, **settings)
         self.run = ModelRun(config, TOY, self.model, make_strategy, self)
 
-    def note(self, result):
-        self.results.append(result)
+    def note(self, evaluation):
+        self.evaluations.append(evaluation)
 
     @torch.no_grad()
     def __call__(self):
-        request = Request(NOW, GRID, X.device, X.dtype, None)
-        return self.run.evaluate(lambda: self.model(X), request)
+        return self.run.evaluate(
+            lambda: self.model(X), Evaluation(0, 0.0, 0, GRID, X.device, X.dtype)
+        )
 
     def has_overrides(self):
         return any("forward" in vars(module) for module in self.model.modules())
@@ -77,9 +77,9 @@ def test_stacks_change_all_tokens_of_a_slot_alike():
     with torch.no_grad():
         plain = evaluate.model(X) - X
     change = evaluate() - X
-    (result,) = evaluate.results
+    (evaluation,) = evaluate.evaluations
     expected = plain.clone()
-    for sample, of_sample in enumerate(result.merged[0].plan.slots()):
+    for sample, of_sample in enumerate(evaluation.merged[0].plan.slots()):
         for slot in of_sample.unique():
             expected[sample, of_sample == slot] = plain[sample, of_sample == slot].mean(0)
     torch.testing.assert_close(change, expected)
@@ -105,7 +105,7 @@ def test_overrides_follow_what_other_code_changes_between_evaluations(evaluate):
     del model[1].forward
     torch.testing.assert_close(evaluate() + 1, merged)
     assert not evaluate.has_overrides()
-    assert all(len(result.merged) == 2 for result in evaluate.results)
+    assert all(len(each.merged) == 2 for each in evaluate.evaluations)
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from .. import reasons
 from ..merging.deep_blocks import DeepBlocks
 from ..merging.engine import MakeStrategy
+from ..merging.evaluation import Evaluation
 from ..merging.model import unwrapped
-from ..merging.model_run import ModelRun, Request, why_stopped
-from ..merging.schedule import MergingStep
+from ..merging.model_run import ModelRun, why_stopped
 from ..run.record import RunRecord
 from ..run.sampling_run import SamplingRun
 from ..strategies.plan import Grid
@@ -137,31 +137,41 @@ class MergingPart:
             if network not in self._known:
                 self._known[network] = self._met(network, model, shape, t.device)
             known = self._known[network]
-            step = self._step
+            step, off = self._run.index, self._run.why_off
         if known is None:
             return call()
         family, run = known
         others = neighbours.modules_in(options)
         self._others |= others
-        obstacle = family.obstacle(network, conditions) or neighbours.obstacle_in(others)
-        if torch.is_grad_enabled() and _recomputes(network):
+        obstacle = off or family.obstacle(network, conditions) or neighbours.obstacle_in(others)
+        if off is None and torch.is_grad_enabled() and _recomputes(network):
             obstacle = reasons.RECOMPUTED
         grid, dtype = family.grid(network, shape), model.get_dtype_inference()
-        request = Request(step, grid, t.device, dtype, obstacle, has_patches(options))
+        evaluation = Evaluation(
+            step=step,
+            progress=step / max(self._run.total_steps - 1, 1),
+            picks=step,
+            latent=grid,
+            device=t.device,
+            dtype=dtype,
+            is_active=off is None,
+            obstacle=obstacle,
+            may_be_patched=has_patches(options),
+        )
         shallow, deep = self._shallow, self._deep.get(network)
         if shallow is None or deep is None:
-            return run.evaluate(call, request)
+            return run.evaluate(call, evaluation)
         keys = shallow.keys_of(options, shape, t.device)
         if keys is None:
-            return run.evaluate(call, request)
+            return run.evaluate(call, evaluation)
         given = None
         try:
             given, blocks = shallow.shallow.given(keys), len(network.output_blocks)
             if given is not None:
                 control = shallow_control(conditions["control"], blocks)
                 own = partial(call, shallow_options(options, blocks), control)
-                return run.evaluate_shallow(own, request, deep, given)
-            answer, came = run.evaluate_watched(call, request, deep)
+                return run.evaluate_shallow(own, evaluation, deep, given)
+            answer, came = run.evaluate_watched(call, evaluation, deep)
             shallow.shallow.keep(keys, came)
             return answer
         except InterruptProcessingException:
@@ -173,7 +183,7 @@ class MergingPart:
             given = came = None
         # Not in the except block, where the traceback keeps the tensors of the evaluation.
         shallow.stop(why)
-        return run.evaluate(call, request)
+        return run.evaluate(call, evaluation)
 
     def _met(
         self, network: nn.Module, model: Any, shape: Sequence[int], device: torch.device
@@ -205,13 +215,6 @@ class MergingPart:
         if self._shallow is not None and (deep := deep_blocks(network)) is not None:
             self._deep[network] = deep
         return family, run
-
-    @property
-    def _step(self) -> MergingStep:
-        """The current step."""
-        run = self._run
-        progress = run.index / max(run.total_steps - 1, 1)
-        return MergingStep(run.index, progress, run.index, run.why_off)
 
     def finish(self) -> list[RunRecord]:
         """The records of the run, one for each class of model; none if nothing was sampled."""

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from comfy.model_management import InterruptProcessingException
 
-from ..merging.evaluation import Observer, Result
+from ..merging.evaluation import Evaluation, Observer
 from ..merging.model_run import ModelRun
 from ..merging.overrides import Forward
 from ..run import log_line
@@ -50,14 +50,14 @@ class ModelReport(Observer):
     def timed(self, block: str, forward: Forward) -> Forward:
         return forward if self._details is None else self._details.timed(block, forward)
 
-    def note(self, result: Result) -> None:
+    def note(self, evaluation: Evaluation) -> None:
         with self._lock:
             for follower in self._followers:
-                follower(result)
+                follower(evaluation)
 
-    def _show(self, result: Result) -> None:
+    def _show(self, evaluation: Evaluation) -> None:
         """Show what the first evaluation of a step did."""
-        self._run.show(partial(log_line.live_line, result))
+        self._run.show(partial(log_line.live_line, evaluation))
 
     def finish(self, name: str, run: ModelRun, others: Set[str], gpu_waited: bool) -> RunRecord:
         """The record of the run.

@@ -1,9 +1,10 @@
 """One evaluation of a model: its state while it goes on, and what it did."""
 
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from .. import reasons
@@ -15,31 +16,61 @@ from .overrides import Forward
 
 @dataclass(eq=False)
 class Evaluation:
-    """The state of one model evaluation.
+    """One evaluation of a model: what the host knows of it, its state, and what it did.
 
     Attributes:
-        engine: makes the plans.
-        ratio: the ratio of the current step.
+        step: the number of its step in the run, from 0.
+        progress: how far the ratio is on its way from ``ratio`` to ``ratio_end``, from 0 to 1.
+        picks: decides the random picks, together with the seed; not negative.
         latent: the grid at level 1: the latent's, or that of the evaluated part.
-        deepest: how many times smaller than the latent the smallest grid that merges is.
+        device: the device on which the blocks will run.
+        dtype: the dtype of their tokens.
+        is_active: whether it is between ``start_percent`` and ``end_percent``.
+        obstacle: why nothing can merge in it, according to the host; else None.
         may_be_patched: whether other code may patch the inside of blocks; False if the host knows
             that none does.
+        left_out: the modules of a UNet that do not run in it, as it is shallow.
+        reason: why nothing was to merge in it; None if something was, or if it has not begun.
+        engine: makes the plans.
+        ratio: the ratio of its step.
+        deepest: how many times smaller than the latent the smallest grid that merges is.
         by_stack: whether a stack whose blocks share a plan is overridden as one: only its first
             block, its last, and the attentions whose keys merge.
-        left_out: the modules of a UNet that do not run in it, as it is shallow.
         is_uncompiled: whether the compiler of the model had no graph for it, and made none.
         outer: the evaluation of the same model within which it runs; else None.
+        blocks: number of blocks of the model, whether they ran or not.
+        outcomes: the outcomes of the blocks that ran, in the order of the model.
     """
 
-    engine: Engine
-    ratio: float
+    step: int
+    progress: float
+    picks: int
     latent: Grid
-    deepest: int
+    device: torch.device
+    dtype: torch.dtype
+    is_active: bool = True
+    obstacle: reasons.Reason | None = None
     may_be_patched: bool = True
-    by_stack: bool = False
     left_out: Set[nn.Module] = frozenset()
+    reason: reasons.Reason | None = None
+    engine: Engine = field(init=False)
+    ratio: float = 0.0
+    deepest: int = 0
+    by_stack: bool = False
     is_uncompiled: bool = False
     outer: "Evaluation | None" = None
+    blocks: int = 0
+    outcomes: Sequence["Outcome"] = ()
+
+    @property
+    def is_shallow(self) -> bool:
+        """Whether only the outermost blocks of a UNet run."""
+        return bool(self.left_out)
+
+    @property
+    def merged(self) -> list["Outcome"]:
+        """The outcomes of the blocks that merged."""
+        return [outcome for outcome in self.outcomes if outcome.plan is not None]
 
 
 @dataclass(eq=False)
@@ -102,32 +133,6 @@ class Outcome:
         return self.before if self.plan is None else self.plan.slot_count
 
 
-@dataclass(frozen=True, eq=False)
-class Result:
-    """What one model evaluation did.
-
-    Attributes:
-        step: the step of the run that it belongs to.
-        blocks: number of blocks of the model, whether they ran or not.
-        outcomes: the outcomes of the blocks that ran, in the order of the model.
-        reason: why nothing was to merge in the whole evaluation; None if something was.
-        is_active: whether it was to merge: between ``start_percent`` and ``end_percent``.
-        is_shallow: whether only the outermost blocks of a UNet ran.
-    """
-
-    step: int
-    blocks: int
-    outcomes: Sequence[Outcome] = ()
-    reason: reasons.Reason | None = None
-    is_active: bool = True
-    is_shallow: bool = False
-
-    @property
-    def merged(self) -> list[Outcome]:
-        """The outcomes of the blocks that merged."""
-        return [outcome for outcome in self.outcomes if outcome.plan is not None]
-
-
 class Observer:
     """Follows a run; by default, its methods do nothing.
 
@@ -141,7 +146,7 @@ class Observer:
         """The forward of a block, perhaps wrapped to time it."""
         return forward
 
-    def note(self, result: Result) -> None:
+    def note(self, evaluation: Evaluation) -> None:
         """An evaluation is over; one that raised is not noted."""
 
 

@@ -1,14 +1,16 @@
 """How every evaluation of a model runs, in any host.
 
 First it is decided whether to merge, on which device, at which ratio and with which random picks.
-Then the overrides go on, the model runs, the overrides come off, and the observer gets the result.
+Then the overrides go on, the model runs, the overrides come off, and the observer gets the
+evaluation.
 """
 
 import logging
-from collections.abc import Callable, Set
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from threading import RLock
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -18,13 +20,12 @@ from .. import reasons
 from ..ops.random_picks import step_key
 from ..ranks import ranks_of
 from ..settings.config import ToMeConfig
-from ..strategies.plan import Grid
 from .compiling import has_no_more_graphs, with_graphs_so_far
 from .deep_blocks import Before, DeepBlocks
 from .engine import Engine, MakeStrategy, first_line, make_engine
-from .evaluation import Evaluation, Observer, Result
+from .evaluation import Evaluation, Observer
 from .model import ModelFamily, PatchedModel
-from .schedule import MergingStep, ratio_at
+from .schedule import ratio_at
 
 log = logging.getLogger("tome_nodes")
 
@@ -35,61 +36,6 @@ _locks: WeakKeyDictionary[nn.Module, RLock] = WeakKeyDictionary()
 
 _said: WeakSet[nn.Module] = WeakSet()
 """The models of which it was said that the compiler makes no more graphs."""
-
-
-class Request(NamedTuple):
-    """An evaluation that a host is about to run.
-
-    Attributes:
-        step: where it is in its run.
-        latent: the grid at level 1: the latent's, or that of the evaluated part.
-        device: the device on which the blocks will run.
-        dtype: the dtype of their tokens.
-        obstacle: why nothing can merge in it, according to the host; else None.
-        may_be_patched: whether other code may patch the inside of blocks; False if the host knows
-            that none does.
-        left_out: the modules of a UNet that do not run in it, as it is shallow.
-    """
-
-    step: MergingStep
-    latent: Grid
-    device: torch.device
-    dtype: torch.dtype
-    obstacle: reasons.Reason | None = None
-    may_be_patched: bool = True
-    left_out: Set[nn.Module] = frozenset()
-
-
-class Begun(NamedTuple):
-    """An evaluation that has begun.
-
-    Attributes:
-        lock: what this thread holds until it ends.
-        step: its step.
-        obstacle: why nothing merges in it; None if something may.
-        evaluation: its state; None if nothing merges.
-        is_shallow: whether the deep blocks are left out.
-    """
-
-    lock: RLock
-    step: MergingStep
-    obstacle: reasons.Reason | None
-    evaluation: Evaluation | None
-    is_shallow: bool
-
-
-class BegunDeep(NamedTuple):
-    """An evaluation with the deep blocks of a UNet that has begun.
-
-    Attributes:
-        lock: what this thread holds until it ends.
-        deep: the blocks.
-        before: what :meth:`DeepBlocks.end` is to be called with.
-    """
-
-    lock: RLock
-    deep: DeepBlocks
-    before: Before
 
 
 class ModelRun:
@@ -116,165 +62,159 @@ class ModelRun:
         self.engine: Engine | None = None
         self.stopped: reasons.Reason | None = None
         self.may_compile = True
-        self._may_merge = False
         self._config = config
         self._make_strategy = make_strategy
         self._engines: dict[tuple[torch.device, torch.dtype, bool], Engine] = {}
 
-    def evaluate(self, call: Callable[[], Answer], request: Request) -> Answer:
+    def evaluate(self, call: Callable[[], Answer], evaluation: Evaluation) -> Answer:
         """The answer of a model that merges tokens; that of the plain model if merging fails.
 
         Merging fails if there is too little memory, or if a compiler of the model fails on it. If
         that only makes no more graphs, the answer is that of the graphs so far, or of none. The
-        observer gets the result, unless the evaluation raised. Threads wait for each other.
+        observer gets the evaluation, unless it raised. Threads wait for each other.
         ``call`` evaluates the model.
         """
         if not self.may_compile:
             call = partial(with_graphs_so_far, call)
         try:
-            return self._evaluated(call, request)
+            return self._evaluated(call, evaluation)
         except Exception as error:
             self.may_compile = not has_no_more_graphs(error)
-            may_go_on = self._may_merge and self.may_compile
+            may_go_on = self._may_merge(evaluation) and self.may_compile
             why = why_stopped(error, self.model.model) if may_go_on else None
             if why is None and self.may_compile:
                 raise
         # Not in the except block, where the traceback keeps the tensors of the evaluation.
         if why is None:
-            return self._evaluated(partial(with_graphs_so_far, call), request)
+            return self._evaluated(partial(with_graphs_so_far, call), evaluation)
         self.stopped = why
         try:
-            answer = self._evaluated(call, request)
+            answer = self._evaluated(call, evaluation)
         except BaseException:
             self.stopped = None
             raise
         log.warning("[ToMe] %s; the rest of this run goes on without merging", why)
         return answer
 
-    def _evaluated(self, call: Callable[[], Answer], request: Request) -> Answer:
-        begun = self.begin(request)
+    def _evaluated(self, call: Callable[[], Answer], evaluation: Evaluation) -> Answer:
+        self.begin(evaluation)
         try:
             answer = call()
-            self.note(begun)
+            self.note(evaluation)
         finally:
-            self.end(begun)
+            self.end(evaluation)
         return answer
 
     def evaluate_watched(
-        self, call: Callable[[], Answer], request: Request, deep: DeepBlocks
+        self, call: Callable[[], Answer], evaluation: Evaluation, deep: DeepBlocks
     ) -> tuple[Answer, Tensor | None]:
         """The same, and what came up from the deep blocks; see :attr:`DeepBlocks.came`."""
-        begun = self.begin_deep(deep, None)
+        before = self.begin_deep(deep, None)
         try:
-            return self.evaluate(call, request), deep.came
+            return self.evaluate(call, evaluation), deep.came
         finally:
-            self.end_deep(begun)
+            self.end_deep(deep, before)
 
     def evaluate_shallow(
-        self, call: Callable[[], Answer], request: Request, deep: DeepBlocks, given: Tensor
+        self, call: Callable[[], Answer], evaluation: Evaluation, deep: DeepBlocks, given: Tensor
     ) -> Answer:
         """The same of a model whose deep blocks do not run.
 
         ``given`` takes the place of what would come up from them.
         """
-        request = request._replace(left_out=deep.modules)
-        return self.evaluate(partial(self._without, deep, given, call), request)
+        shallow = replace(evaluation, left_out=deep.modules)
+        return self.evaluate(partial(self._without, deep, given, call), shallow)
 
     def _without(self, deep: DeepBlocks, given: Tensor, call: Callable[[], Answer]) -> Answer:
         """The answer of a model whose deep blocks do not run."""
         # After the overrides of an evaluation, so that they are the outer ones.
-        begun = self.begin_deep(deep, given)
+        before = self.begin_deep(deep, given)
         try:
             return call()
         finally:
-            self.end_deep(begun)
+            self.end_deep(deep, before)
 
-    def begin_deep(self, deep: DeepBlocks, given: Tensor | None) -> BegunDeep:
+    def begin_deep(self, deep: DeepBlocks, given: Tensor | None) -> Before:
         """Begin an evaluation with the deep blocks, see :meth:`DeepBlocks.begin`."""
         lock = self._lock
         lock.acquire()
         try:
-            return BegunDeep(lock, deep, deep.begin(given))
+            return deep.begin(given)
         except BaseException:
             lock.release()
             raise
 
-    def end_deep(self, begun: BegunDeep) -> None:
+    def end_deep(self, deep: DeepBlocks, before: Before) -> None:
         """End an evaluation with the deep blocks."""
         try:
-            begun.deep.end(begun.before)
+            deep.end(before)
         finally:
-            begun.lock.release()
+            self._lock.release()
 
     @property
     def _lock(self) -> RLock:
         """What a thread holds while it evaluates the model."""
         return _locks.setdefault(self.model.model, RLock())
 
-    def begin(self, request: Request) -> Begun:
+    def begin(self, evaluation: Evaluation) -> None:
         """Begin an evaluation, which is to be ended whatever happens."""
-        model = self.model
         lock = self._lock
         lock.acquire()
         try:
-            obstacle = self._obstacle(request)
-            evaluation = None if obstacle is not None else self._evaluation(request)
-            self._may_merge = evaluation is not None and bool(model.overridden_blocks(evaluation))
-            if evaluation is not None:
-                model.begin(evaluation)
+            evaluation.reason = self._obstacle(evaluation)
+            if evaluation.reason is None:
+                self._prepare(evaluation)
+                self.model.begin(evaluation)
         except BaseException:
             lock.release()
             raise
-        return Begun(lock, request.step, obstacle, evaluation, bool(request.left_out))
 
-    def note(self, begun: Begun) -> None:
+    def note(self, evaluation: Evaluation) -> None:
         """Tell the observer what an evaluation did."""
-        model, (_, step, obstacle, evaluation, is_shallow) = self.model, begun
-        outcomes = [] if evaluation is None else model.outcomes(evaluation)
-        if evaluation is not None and evaluation.is_uncompiled and model.model not in _said:
+        model = self.model
+        evaluation.blocks = len(model.blocks)
+        evaluation.outcomes = [] if evaluation.reason is not None else model.outcomes(evaluation)
+        if evaluation.is_uncompiled and model.model not in _said:
             _said.add(model.model)
             log.warning("[ToMe] %s", reasons.NO_MORE_GRAPHS)
-        blocks = len(model.blocks)
-        is_active = step.why_off is None
-        model.observer.note(Result(step.index, blocks, outcomes, obstacle, is_active, is_shallow))
+        model.observer.note(evaluation)
 
-    def end(self, begun: Begun) -> None:
+    def end(self, evaluation: Evaluation) -> None:
         """End an evaluation."""
         try:
-            if begun.evaluation is not None:
-                self.model.end(begun.evaluation)
+            if evaluation.reason is None:
+                self.model.end(evaluation)
         finally:
-            begun.lock.release()
+            self._lock.release()
 
-    def _obstacle(self, request: Request) -> reasons.Reason | None:
+    def _obstacle(self, evaluation: Evaluation) -> reasons.Reason | None:
         """Why nothing can merge in an evaluation; None if merging may be tried."""
-        if request.step.why_off is not None:
-            return request.step.why_off
-        if self.stopped is not None:
-            return self.stopped
-        if request.obstacle is not None:
-            return request.obstacle
-        engine = self.engine = self._engine(request.device, request.dtype)
+        if not evaluation.is_active:
+            return evaluation.obstacle
+        obstacle = self.stopped or evaluation.obstacle
+        if obstacle is not None:
+            return obstacle
+        engine = self.engine = self._engine(evaluation.device, evaluation.dtype)
         if engine.error is not None:
-            return reasons.cannot_merge(request.device, engine.error)
-        return self.model.too_little(request.latent)
+            return reasons.cannot_merge(evaluation.device, engine.error)
+        return self.model.too_little(evaluation.latent)
 
-    def _evaluation(self, request: Request) -> Evaluation:
-        config, engine, model, step = self._config, self.engine, self.model, request.step
+    def _prepare(self, evaluation: Evaluation) -> None:
+        """Decide how an evaluation merges."""
+        config, engine, model = self._config, self.engine, self.model
         assert engine is not None
-        key = step_key(config.seed, step.picks)
-        engine.strategy.begin(torch.full((), key, dtype=torch.int64, device=request.device))
-        return Evaluation(
-            engine,
-            ratio_at(config, step.progress),
-            request.latent,
-            model.deepest(request.latent),
-            request.may_be_patched,
-            by_stack=not (
-                request.may_be_patched or torch.is_grad_enabled() or model.observer.follows_blocks
-            ),
-            left_out=request.left_out,
+        key = step_key(config.seed, evaluation.picks)
+        engine.strategy.begin(torch.full((), key, dtype=torch.int64, device=evaluation.device))
+        evaluation.engine = engine
+        evaluation.ratio = ratio_at(config, evaluation.progress)
+        evaluation.deepest = model.deepest(evaluation.latent)
+        evaluation.by_stack = not (
+            evaluation.may_be_patched or torch.is_grad_enabled() or model.observer.follows_blocks
         )
+
+    def _may_merge(self, evaluation: Evaluation) -> bool:
+        """Whether something was to merge in an evaluation that has failed."""
+        return evaluation.reason is None and bool(self.model.overridden_blocks(evaluation))
 
     def _engine(self, device: torch.device, dtype: torch.dtype) -> Engine:
         # Kernels give no gradients.

@@ -1,28 +1,8 @@
-"""When to merge: steps and noise levels of a sampling run."""
+"""Which step of a run a noise level is of, and how much merges in it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from ..reasons import Reason
 from ..settings.config import ToMeConfig
-
-
-@dataclass(frozen=True)
-class MergingStep:
-    """The step of a sampling run that a model evaluation belongs to, as far as merging needs it.
-
-    Attributes:
-        index: which step it is, from 0.
-        progress: how far the ratio is on its way from ``ratio`` to ``ratio_end``, from 0 to 1.
-        picks: decides the random picks, together with the seed; not negative.
-        why_off: why nothing is to merge in it, as its noise level is not between
-            ``start_percent`` and ``end_percent``; None if it is.
-    """
-
-    index: int
-    progress: float
-    picks: int
-    why_off: Reason | None = None
 
 
 def step_index(schedule: Sequence[float], sigma: float, since: int) -> int:

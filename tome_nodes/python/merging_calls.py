@@ -16,9 +16,8 @@ from torch._dynamo.decorators import skip
 from .. import reasons
 from ..merging.compiling import with_graphs_so_far
 from ..merging.engine import MakeStrategy
-from ..merging.evaluation import Observer, Result
-from ..merging.model_run import ModelRun, Request, why_stopped
-from ..merging.schedule import MergingStep
+from ..merging.evaluation import Evaluation, Observer
+from ..merging.model_run import ModelRun, why_stopped
 from ..ranks import Ranks
 from ..run import log_line
 from ..run.counts import Counts
@@ -36,12 +35,12 @@ from .unets import Arguments, UNets
 
 
 class _Latest(Observer):
-    """Keeps what the latest evaluation did, as ``result``."""
+    """Keeps the latest evaluation."""
 
-    result: Result | None = None
+    evaluation: Evaluation | None = None
 
-    def note(self, result: Result) -> None:
-        self.result = result
+    def note(self, evaluation: Evaluation) -> None:
+        self.evaluation = evaluation
 
 
 class _Untraced(ModelRun):
@@ -69,12 +68,12 @@ class _Call(NamedTuple):
     """A call that has begun.
 
     Attributes:
-        request: what merging has to know of it.
+        evaluation: what merging has to know of it.
         keys: what its features are kept under; None if it keeps none and has none.
         outside: the arguments of a shallow call, by position and by name; None if it is whole.
     """
 
-    request: Request
+    evaluation: Evaluation
     keys: list[Hashable] | None = None
     outside: Arguments | None = None
 
@@ -144,17 +143,17 @@ class MergingCalls(PatchedCalls):
         kwargs: dict[str, Any],
         call: _Call,
     ) -> Any:
-        merging, deep, request = self._merging, self._deep, call.request
+        merging, deep, evaluation = self._merging, self._deep, call.evaluation
         whole = partial(forward, *args, **kwargs)
         if deep is None or call.keys is None:
-            return merging.evaluate(whole, request)
+            return merging.evaluate(whole, evaluation)
         given = came = None
         try:
             given = self._given(call)
             if given is not None and call.outside is not None:
                 own = partial(forward, *call.outside[0], **call.outside[1])
-                return merging.evaluate_shallow(own, request, deep, given)
-            answer, came = merging.evaluate_watched(whole, request, deep)
+                return merging.evaluate_shallow(own, evaluation, deep, given)
+            answer, came = merging.evaluate_watched(whole, evaluation, deep)
             self._keep(call.keys, came)
             return answer
         except Exception as error:
@@ -163,7 +162,7 @@ class MergingCalls(PatchedCalls):
                 raise
             given = came = None
         # Not in the except block, where the traceback keeps the tensors of the evaluation.
-        return merging.evaluate(whole, request)
+        return merging.evaluate(whole, evaluation)
 
     def warn_of_tracing(self) -> None:
         self._warn(reasons.TRACED)
@@ -202,21 +201,29 @@ class MergingCalls(PatchedCalls):
         elif not self._span.covers(noise):
             # Where the run of this call began is not known.
             why_off = self._span.reason(math.inf)
-        at = self._step(noise, 0 if run is None else run.run.index, why_off)
         # The checks may visit every module of the UNet.
-        obstacle = self._obstacle() if why_off is None else None
+        obstacle = why_off or self._obstacle()
         device, self._latent = _execution_device(self.network, sample), Grid(*sample.shape[-2:])
-        request = Request(at, self._latent, device, sample.dtype, obstacle)
+        evaluation = Evaluation(
+            step=0 if run is None else run.run.index,
+            progress=self._progress(noise),
+            picks=_bits(noise),
+            latent=self._latent,
+            device=device,
+            dtype=sample.dtype,
+            is_active=why_off is None,
+            obstacle=obstacle,
+        )
         if run is None:
-            return _Call(request)
+            return _Call(evaluation)
         keys = run.shallow.keys_of([0], sample.shape, sample.device)
         if keys is None:
             # Before every call, all ranks are asked.
             self._ranks.agree(False)
-            return _Call(request)
+            return _Call(evaluation)
         is_shallow = run.shallow.is_shallow
         return _Call(
-            request, keys, self._unets.shallow_arguments(args, kwargs) if is_shallow else None
+            evaluation, keys, self._unets.shallow_arguments(args, kwargs) if is_shallow else None
         )
 
     def _obstacle(self) -> reasons.Reason | None:
@@ -272,26 +279,27 @@ class MergingCalls(PatchedCalls):
         if self._run is not None:
             self._run.note(answer)
         # Kept, it would hold the plans of all blocks.
-        result, self._latest.result = self._latest.result, None
-        if result is None:
+        evaluation, self._latest.evaluation = self._latest.evaluation, None
+        if evaluation is None:
             return
         run = self._run
         if run is not None:
-            run.counts.note(result)
-        if (run is None or not run.is_known) and result.is_active and not result.is_shallow:
-            self._report(result)
+            run.counts.note(evaluation)
+        is_unknown = run is None or not run.is_known
+        if is_unknown and evaluation.is_active and not evaluation.is_shallow:
+            self._report(evaluation)
         if run is not None and run.is_last:
             self._report_run(run)
             if run.is_over:
                 self._run = None
 
-    def _report(self, result: Result) -> None:
+    def _report(self, evaluation: Evaluation) -> None:
         """Log what merged in a call, once for every size, or why nothing merged, once.
 
         When its run ends is not known, so what merging gains is counted, not measured.
         """
         counts = Counts()
-        counts.note(result)
+        counts.note(evaluation)
         # Its numbers may change from step to step, so the line itself does not tell. To count what
         # was saved takes time.
         obstacle = None if counts.merged else counts.most_common_reason
@@ -321,17 +329,22 @@ class MergingCalls(PatchedCalls):
     def _merged(self) -> Merged:
         return Merged(run=self._merging, latent=self._latent)
 
-    def _step(self, timestep: float, index: int, why_off: reasons.Reason | None) -> MergingStep:
-        (bits,) = struct.unpack("<Q", struct.pack("<d", timestep))
+    def _progress(self, timestep: float) -> float:
+        """How far the sampling is at a timestep, from 0 to 1."""
         done = self._noisiest - min(max(timestep, 0), self._noisiest)
-        progress = done / self._noisiest if self._noisiest > 0 else 0.0
-        return MergingStep(index=index, progress=progress, picks=bits, why_off=why_off)
+        return done / self._noisiest if self._noisiest > 0 else 0.0
 
     def _noise_at(self, percent: float) -> float:
         """The timestep at a share of the sampling from 0 to 1; at 0 and 1, beyond all timesteps."""
         if percent == 0:
             return math.inf
         return -math.inf if percent == 1 else (1 - percent) * self._noisiest
+
+
+def _bits(timestep: float) -> int:
+    """A number that is another one for each timestep."""
+    (bits,) = struct.unpack("<Q", struct.pack("<d", timestep))
+    return int(bits)
 
 
 def _execution_device(model: nn.Module, sample: Tensor) -> torch.device:

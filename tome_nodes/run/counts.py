@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Set
 
-from ..merging.evaluation import Result
+from ..merging.evaluation import Evaluation
 from ..reasons import Reason
 
 
@@ -42,15 +42,15 @@ class Counts:
         self._reasons: Counter[Reason] = Counter()
         self._reasons_of_idle: Counter[Reason] = Counter()
 
-    def note(self, result: Result) -> None:
+    def note(self, evaluation: Evaluation) -> None:
         """Add an evaluation to the counts."""
-        self.blocks_present = result.blocks
-        (self._shallow if result.is_shallow else self._whole).add(result.step)
-        if result.reason is not None:
-            found = self._reasons if result.is_active else self._reasons_of_idle
-            found[result.reason] += 1
+        self.blocks_present = evaluation.blocks
+        (self._shallow if evaluation.is_shallow else self._whole).add(evaluation.step)
+        if evaluation.reason is not None:
+            found = self._reasons if evaluation.is_active else self._reasons_of_idle
+            found[evaluation.reason] += 1
         has_merged = False
-        for outcome in result.outcomes:
+        for outcome in evaluation.outcomes:
             if outcome.grid is not None and outcome.grid.frames > self.frames:
                 self.frames = outcome.grid.frames
             if outcome.plan is not None:
@@ -72,7 +72,7 @@ class Counts:
             if outcome.is_patched:
                 self.patched_blocks.update(outcome.blocks)
         if has_merged:
-            self.merged_steps.add(result.step)
+            self.merged_steps.add(evaluation.step)
 
     @property
     def shallow_steps(self) -> Set[int]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ..merging.evaluation import Result
+from ..merging.evaluation import Evaluation
 from ..settings.config import ToMeConfig
 from ..strategies import strategy_class
 from .counts import Counts
@@ -50,23 +50,23 @@ def seconds(time: float) -> str:
     return f"{time:.3g} s" if time >= 0.1 else f"{1000 * time:.3g} ms"
 
 
-def live_line(result: Result, step: str) -> str:
+def live_line(evaluation: Evaluation, step: str) -> str:
     """What one evaluation merged: number of blocks, tokens before and after, and the step.
 
     If nothing merged although merging was on, the line says why.
     """
-    if result.is_shallow:
+    if evaluation.is_shallow:
         return f"shallow, {step}"
-    merged = {(outcome.before, outcome.after) for outcome in result.merged}
+    merged = {(outcome.before, outcome.after) for outcome in evaluation.merged}
     if not merged:
-        all_reasons = [result.reason, *(outcome.reason for outcome in result.outcomes)]
-        reason = next((why for why in all_reasons if why is not None and result.is_active), None)
-        return f"all tokens, {step}" + ("" if reason is None else f": {reason}")
+        all_reasons = [evaluation.reason, *(outcome.reason for outcome in evaluation.outcomes)]
+        known = [why for why in all_reasons if why is not None and evaluation.is_active]
+        return f"all tokens, {step}" + (f": {known[0]}" if known else "")
     lengths = ", ".join(
         f"{before}\N{RIGHTWARDS ARROW}{after}" for before, after in sorted(merged, reverse=True)
     )
-    count = sum(len(outcome.blocks) for outcome in result.merged)
-    return f"{count}/{result.blocks} blocks, {lengths} tokens, {step}"
+    count = sum(len(outcome.blocks) for outcome in evaluation.merged)
+    return f"{count}/{evaluation.blocks} blocks, {lengths} tokens, {step}"
 
 
 def sizes(counts: Counts, unit: str = " tokens") -> str:

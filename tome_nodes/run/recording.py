@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..merging.evaluation import Result
+from ..merging.evaluation import Evaluation
 from ..merging.overrides import Forward
 from ..ops.clock import Clock
 from ..strategies.plan import Grid
@@ -92,16 +92,16 @@ class Recorder:
 
         return timed_forward
 
-    def note(self, result: Result) -> None:
+    def note(self, evaluation: Evaluation) -> None:
         """Record what an evaluation did."""
-        for outcome in result.outcomes:
+        for outcome in evaluation.outcomes:
             for block in outcome.blocks:
                 _, after = self._tokens.get(block, (0, outcome.after))
                 self._tokens[block] = outcome.before, min(after, outcome.after)
             plan, grid = outcome.plan, outcome.grid
-            if plan is not None and grid is not None and (result.step, grid) not in self._slots:
+            if plan is not None and grid is not None and (evaluation.step, grid) not in self._slots:
                 sides = grid.frames, grid.height, grid.width
-                self._slots[result.step, grid] = plan.slots()[0].view(sides)
+                self._slots[evaluation.step, grid] = plan.slots()[0].view(sides)
 
     def finish(self) -> Recording:
         """End the recording, and return it as plain numbers."""
