@@ -156,46 +156,55 @@ class UNetBlock(Block):
 
     def _run_block(self, forward: Forward) -> Forward:
         """The forward of the block, which merges what it is to merge."""
-        config = self.model.config
 
         def block_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            outcome, shared = self.outcome, self.stack.current
+            shared = self.stack.current
             self._plan = self._outer_plan = None
-            outcome.entered(x.shape[1])
+            self.outcome.entered(x.shape[1])
             if shared is not None and shared.tokens is not None:
                 return self._run_in_stack(shared, forward, x, *args, **kwargs)
             grid = self._grid_to_merge(x, args, kwargs)
-            if grid is None:
-                return forward(x, *args, **kwargs)
-            in_modules = config.scope == "module" or self.merges_only_keys
-            if not in_modules and self._is_patched(*args, **kwargs):
-                outcome.is_patched = in_modules = True
-            if in_modules:
-                if config.merge_attn or config.merge_crossattn or config.merge_mlp:
-                    self._plan = self._plan_of_modules(shared, x, grid)
-                    if self._plan is not None:
-                        outcome.reason = reasons.ATTENTION_REPLACED
-                else:
-                    outcome.reason = reasons.ALL_OFF
-                return forward(x, *args, **kwargs)
-            plan = self.plan_of(x, grid, config.policy.stacks)
-            if plan is None:
-                return forward(x, *args, **kwargs)
-            merged = plan.merge(x)
-            if shared is not None and self._begins_stack(*args, **kwargs):
-                shared.plan, shared.tokens, shared.merged = plan, x, merged
-                if self.evaluation.by_stack and self.attends_to_itself:
-                    shared.keys = self.weights(plan.log_sizes, x)
-                    if shared.keys is not None:
-                        # Assume that attention is replaced; our override clears this.
-                        shared.keys.note(reasons.OTHER_ATTENTION)
-                return self._run_in_stack(shared, forward, merged, *args, **kwargs)
-            outcome.merged(x.shape[1], plan)
-            self._outer_plan = plan
-            # Only the change is unmerged, so that every token keeps its difference from the mean.
-            return plan.add_change(x, merged, forward(merged, *args, **kwargs))
+            if grid is not None:
+                if not self._merges_in_modules(*args, **kwargs):
+                    return self._run_whole(shared, forward, x, grid, *args, **kwargs)
+                self._plan_modules(shared, x, grid)
+            return forward(x, *args, **kwargs)
 
         return block_forward
+
+    def _merges_in_modules(self, *args: Any, **kwargs: Any) -> bool:
+        """Whether tokens merge only within its modules."""
+        if self.model.config.scope == "module" or self.merges_only_keys:
+            return True
+        self.outcome.is_patched = self._is_patched(*args, **kwargs)
+        return self.outcome.is_patched
+
+    def _run_whole(
+        self,
+        shared: StackPass | None,
+        forward: Forward,
+        x: Tensor,
+        grid: Grid,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Run the block on merged tokens, and the rest of its stack if that can run as one."""
+        plan = self.plan_of(x, grid, self.model.config.policy.stacks)
+        if plan is None:
+            return forward(x, *args, **kwargs)
+        merged = plan.merge(x)
+        if shared is not None and self._begins_stack(*args, **kwargs):
+            shared.plan, shared.tokens, shared.merged = plan, x, merged
+            if self.evaluation.by_stack and self.attends_to_itself:
+                shared.keys = self.weights(plan.log_sizes, x)
+                if shared.keys is not None:
+                    # Assume that attention is replaced; our override clears this.
+                    shared.keys.note(reasons.OTHER_ATTENTION)
+            return self._run_in_stack(shared, forward, merged, *args, **kwargs)
+        self.outcome.merged(x.shape[1], plan)
+        self._outer_plan = plan
+        # Only the change is unmerged, so that every token keeps its difference from the mean.
+        return plan.add_change(x, merged, forward(merged, *args, **kwargs))
 
     def _run_in_stack(
         self, shared: StackPass, forward: Forward, merged: Tensor, *args: Any, **kwargs: Any
@@ -207,6 +216,17 @@ class UNetBlock(Block):
         self._outer_plan = plan
         y: Tensor = forward(merged, *args, **kwargs)
         return plan.add_change(x, before, y) if self._is_last else y
+
+    def _plan_modules(self, shared: StackPass | None, x: Tensor, grid: Grid) -> None:
+        """Plan what merges in its modules, as far as any of them is to merge tokens."""
+        config, outcome = self.model.config, self.outcome
+        if not (config.merge_attn or config.merge_crossattn or config.merge_mlp):
+            outcome.reason = reasons.ALL_OFF
+            return
+        self._plan = self._plan_of_modules(shared, x, grid)
+        if self._plan is not None:
+            # Assume that attention is replaced; our overrides clear this.
+            outcome.reason = reasons.ATTENTION_REPLACED
 
     def _plan_of_modules(self, shared: StackPass | None, x: Tensor, grid: Grid) -> Plan | None:
         """The plan of what merges in the modules; where only keys do, that of the stack."""
