@@ -240,7 +240,7 @@ def _bring(
     unpack: Callable[[Path, Path], None],
     *options: str,
 ) -> None:
-    """Have a release in a folder of `.venv`, which ``unpack`` makes of its archive."""
+    """Have a release in a folder of `.venv`; ``unpack`` makes the folder from its archive."""
     if folder.is_dir() and _stamp(VENV).get(folder.name.lower()) == release.sha256:
         return
     with tempfile.TemporaryDirectory(dir=VENV) as temporary:

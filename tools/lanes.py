@@ -1,4 +1,4 @@
-"""The lane of the tests that a command line needs."""
+"""Which tests a command line selects, and whether they need a ComfyUI and a browser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The record of a sampling run, and how it is made of what merged or was forecast."""
+"""The record of a sampling run, made from what merged or was forecast."""
 
 import logging
 from collections.abc import Callable, Mapping, Set
@@ -25,8 +25,8 @@ class RunRecord:
         config: the settings.
         counts: what was merged and skipped.
         unmerged: why nothing was merged; None if something was, or if nothing was to be.
-        unforecast: the same of forecasts.
-        unshallow: the same of shallow steps.
+        unforecast: the same for forecasts.
+        unshallow: the same for shallow steps.
         stopped: why merging stopped in the run, such as too little memory; None if it did not.
         gain: what the run gained; None if nothing was merged or skipped.
         backend: for example ``torch``, with the reason if it is not Triton; None if the run never
@@ -47,7 +47,7 @@ class RunRecord:
 
     @property
     def nothing(self) -> str | None:
-        """Why nothing was done, and one thing to do; None if anything was."""
+        """Why nothing was done, and one thing to do; None if anything was done."""
         if self.counts.merged or self.counts.skipped_steps:
             return None
         unskipped, what = self._unskipped
@@ -55,7 +55,7 @@ class RunRecord:
             return f"nothing merged, and {what}: {self.unmerged}"
         both = ("nothing merged", self.unmerged), (what, unskipped)
         told = [(what, reason) for what, reason in both if reason is not None]
-        # What is to be done stands last, behind its reason: the first that helps, if any does.
+        # The advice comes last, after its own reason: the first advice that helps, if any does.
         best = min(told, key=lambda each: not each[1].helps)
         told.sort(key=lambda each: each is best)
         return "; ".join([*(f"{what}: {reason.why}" for what, reason in told), best[1].do])
@@ -75,7 +75,7 @@ class RunRecord:
 
     @property
     def _unskipped(self) -> tuple[reasons.Reason | None, str]:
-        """Why the model ran in all steps, and what did not happen to any of them, in words."""
+        """Why no step was skipped, None if no reason is known, and how to say that none was."""
         if self.unshallow is not None:
             return self.unshallow, "no step was shallow"
         return self.unforecast, "nothing was forecast"
@@ -103,8 +103,8 @@ def forecast_record(
 ) -> RunRecord:
     """The record of a run whose steps were forecast, or were to be.
 
-    ``name`` is the host's for the kind of model, or for its scheduler. ``begun`` returns when each
-    step began, in seconds.
+    ``name`` is the host's name for the kind of model, or for its scheduler. ``begun`` returns when
+    each step began, in seconds.
     """
     gain = gain_of(counts, config, begun()) if counts.forecast_steps else None
     return RunRecord(model=name, config=config, counts=counts, unforecast=unforecast, gain=gain)

@@ -71,9 +71,9 @@ def _read(path: Path) -> Kept:
 
 
 def write(key: Mapping[str, Any], kept: Kept) -> None:
-    """Keep what was measured for a kind of sampling run; a warning if that fails.
+    """Keep what was measured for a kind of sampling run, and warn if that fails.
 
-    What another process has kept since is kept, too. A reader never meets half a file.
+    What another process has kept in the meantime is kept, too. A reader never sees half a file.
     """
     path = file(key)
     with suppress(Exception):
