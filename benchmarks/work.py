@@ -91,7 +91,7 @@ def _row(network: nn.Module, side: int) -> dict[str, float]:
 
 
 def _of_run(config: ToMeConfig, count: int, whole: float, shallow: float) -> float:
-    """The share of the work of a run that is left, given those of a whole and a shallow step."""
+    """The share of a run's work that is left, given the shares of a whole and a shallow step."""
     # From noise to a picture; where a run begins changes which steps are whole, not how many.
     levels = [12 * index / count - 5 for index in range(count)]
     steps = len(whole_evaluations(config.shallow_ratio, levels))

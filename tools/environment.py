@@ -326,7 +326,7 @@ def _light_contents(torch: str) -> list[bytes]:
 def constraints_of(torch: str, is_pinned: bool = True) -> list[str]:
     """The versions of packages in the environment of a PyTorch, as pip takes them.
 
-    Without ``is_pinned``, only of what has to fit PyTorch.
+    Without ``is_pinned``, only of the packages that have to fit PyTorch.
     """
     own = [f"torch=={torch}", *TORCHES[torch].packages]
     names = {name_of(line) for line in own}

@@ -154,7 +154,7 @@ def _fewer(steps: int, picked: slice = slice(None)) -> list[Option]:
 
 
 def _merged_fewer(steps: int) -> list[Option]:
-    """What *fast* merges, with fewer steps in place of shallow ones."""
+    """Runs that merge as *fast* does, with fewer steps in place of shallow ones."""
     merged = preset("fast", forecast=False)
     return [
         Option(f"fast 0.6, {fewer} steps", shares.MERGED_STEPS, merged, steps=fewer)
@@ -188,7 +188,7 @@ def _todo() -> Option:
 
 
 def _merging() -> list[Option]:
-    """What others have published for any model, and parts of it."""
+    """Methods that others have published for any model, and parts of such methods."""
     return [
         _todo(),
         Option("k,v 0.5, unweighted", shares.MERGING, ours(attn_tokens="k,v", **ONCE), keys=0.5),

@@ -83,7 +83,7 @@ class Graph:
 
     @property
     def subject(self) -> Subject:
-        """What it is run on."""
+        """The model that it runs on."""
         return subjects.of_name(self.on, SITUATIONS[self.situation].is_video)
 
     def in_words(self) -> str:

@@ -109,7 +109,7 @@ class Denoiser:
         prompts: Tensor = given["context"]
         centres = self._centres(prompts, given.get("control"), (1, *latent.shape[1:]))
         centres = _patched(centres, options)
-        # Without a prompt, what prompts change is among the deviations.
+        # Without a prompt, the differences between prompts count as deviations.
         is_any = (prompts == 0).flatten(1).all(1).reshape(-1, *[1] * (latent.ndim - 1))
         variance = _VARIANCE * (1 + _CONTRAST**2 * is_any)
         # No transformer of the host reads the other kinds, such as PAG's.

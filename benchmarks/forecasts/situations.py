@@ -1,6 +1,6 @@
 """The situations of a run: other nodes, prompts, passes and samplers.
 
-All nodes are ComfyUI's own. Where it has none, the few lines here do what is meant.
+All nodes are ComfyUI's own. Where ComfyUI has no node, a few lines here do the same.
 """
 
 from collections.abc import Callable, Sequence

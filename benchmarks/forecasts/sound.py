@@ -195,8 +195,9 @@ class Run:
     """A run of euler.
 
     Attributes:
-        layout, prior: the names of what is sampled.
-        steps, guidance, scheduler, denoise: how.
+        layout, prior: the names of the model and of the sounds, in :data:`LAYOUTS` and
+            :data:`PRIORS`.
+        steps, guidance, scheduler, denoise: how it is sampled.
     """
 
     layout: str

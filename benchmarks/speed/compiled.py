@@ -180,7 +180,7 @@ class Compiled:
 
     @torch.no_grad()
     def look(self, is_compiled: bool) -> dict[str, Any]:
-        """The figures of :func:`benchmarks.speed.measure.look`; the error is that of compiling."""
+        """The figures of :func:`benchmarks.speed.measure.look`; errors are against no compiler."""
         return look(self._subject, self._models[is_compiled], self._eager[0])
 
     @torch.no_grad()

@@ -256,7 +256,7 @@ def measure(kind: str, family: str, rounds: int) -> dict[str, Figures]:
         plain: list[float] = []
 
         def added(name: str) -> float:
-            # Python adapts its code to what runs, and before this other settings ran.
+            # Twice, since Python adapts its code to what runs, and other settings ran before.
             for _ in range(2):
                 # Otherwise garbage of one run would be collected in the next.
                 gc.collect()

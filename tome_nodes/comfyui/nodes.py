@@ -102,7 +102,7 @@ class ToMePatchModel(io.ComfyNode):
         return _schema(
             PATCH,
             search_aliases=[*_ALIASES, *_WISHES],
-            # Two nodes with the same inputs are both run, as they report their own runs.
+            # Two nodes with the same inputs both run, since each reports its own runs.
             not_idempotent=True,
         )
 

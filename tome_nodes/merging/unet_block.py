@@ -156,7 +156,7 @@ class UNetBlock(Block):
         return stack_forward
 
     def _run_block(self, forward: Forward) -> Forward:
-        """The forward of the block, which merges what it is to merge."""
+        """The forward of the block, with merging where the settings ask for it."""
         config = self.model.config
 
         def block_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -18,8 +18,7 @@ from ..strategies.plan import Grid
 from ..strategies.strategy import Strategy
 
 Layer = tuple[str, nn.Module, int]
-"""A module of a UNet: its path, itself, and how many times smaller than the latent its output
-is."""
+"""A module of a UNet: its path, the module itself, and the level of its output."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Named settings, compared for speed and likeness in `benchmarks/FIDELITY.md`.
 
-A preset decides how to merge. How much, when and with which seed stay free.
+A preset decides how to merge. The user still chooses how much, when and with which seed.
 """
 
 import math

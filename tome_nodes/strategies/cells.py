@@ -119,7 +119,7 @@ def made_once(made: dict[Key, Value], key: Key, make: Callable[[], Value]) -> Va
     """The value of a key, which is made when it is first needed.
 
     While a model is compiled, the value is made each time. The compiler removes repetitions itself,
-    and a kept value would become part of what its graph depends on.
+    and otherwise its graph would depend on the values that are kept.
     """
     if torch.compiler.is_compiling():
         return make()

@@ -53,7 +53,7 @@ class Course:
         state: the file of the training; git ignores it.
         sizes: sides in tokens of pictures, and how many are in a batch; the last has full size.
         full_share: the share of batches at full size.
-        begin: returns the weights to begin with, by name; what it leaves out begins untrained.
+        begin: returns the weights to begin with, by name; weights that it leaves out are untrained.
         weights: where the averaged weights go at the end; None if they stay in ``state``.
     """
 

@@ -106,7 +106,7 @@ class Trials:
     def _sampled(self, model: ModelPatcher, steps: int) -> tuple[Tensor, list[float]]:
         """The final latent, without the sound of a video, and the seconds of every step.
 
-        A run of one step is carried out twice, as the first includes work that is done once.
+        A run of one step is carried out twice, because the first includes work that is done once.
         """
         if self.steps == 1:
             self._sampled_once(model, steps)

@@ -60,7 +60,7 @@ def read(key: Mapping[str, Any]) -> Kept:
 
 
 def _read(path: Path) -> Kept:
-    """What is kept in a file, which need not exist; any error if it cannot be used."""
+    """What is kept in a file, nothing if there is none; raises any error if it is of no use."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -177,7 +177,7 @@ def _key(model: ModelPatcher, sampling: Sampling, trials: Trials) -> dict[str, A
 
 
 def _values(plain: ModelPatcher) -> Iterator[Any]:
-    """What the file of a model and other nodes decide, besides its kind."""
+    """Everything that a model's file and other nodes decide about it, besides its kind."""
     # How the model was loaded; None if its loader does not say.
     yield plain.cached_patcher_init
     yield plain.get_model_object("model_sampling")
