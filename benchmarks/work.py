@@ -57,10 +57,10 @@ def main() -> None:
     )
     parts = [
         "# Counted work by size: `python3 dev.py bench --work`",
-        "Multiplications at `ratio` 0.6, unpatched: 1. Attention to the text and the cost of "
-        f"merging are left out. Where less than {LEAST_SAVED:.0%} would be saved, nothing merges. "
-        "First of one evaluation; then of whole runs, in which steps are shallow, and a second "
-        "pass of 8 steps.",
+        "The share of the multiplications that is left at `ratio` 0.6: first in one evaluation, "
+        "then in whole runs, in which some steps are shallow, and in a second pass of 8 steps. "
+        "Attention to the text and the cost of merging are left out. Where less than "
+        f"{LEAST_SAVED:.0%} would be saved, nothing merges.",
         table,
         "![Tokens that stay, by the side of the map](kept-tokens.webp)",
     ]
