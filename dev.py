@@ -215,17 +215,21 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "bench",
         bench,
-        "measure, with --fidelity, how much everything that a user could pick changes, and what it "
-        "takes; more arguments: --quick, --only, --steps, --names; "
-        "with --forecasts, whether forecasts change more than fewer steps: --quick, --only; "
-        "with --sound, the same of each stream of a video with sound: --scheduler, --denoise, "
-        "--together; with --picture, pictures of off and on: --model, --repeats; with "
-        "--host-time, what merging adds before any kernel runs: --quick; with --train, train a "
-        "UNet that --fidelity can ask: stickers or stickers_sd15, --minutes, --rate; with --drawn, "
-        "shallow steps of such a UNet in cells drawn by chance: --cells, --seed; "
-        "with --terrain, skipped steps on a UNet that others trained: euler or dpmpp_2m; with "
-        "--work, how much work is left, counted; with --report, tables of what was measured on a "
-        "GPU",
+        "measure what the first option names (in brackets: further arguments): "
+        "--fidelity, how much each setting changes the picture, and its work (--quick, --only, "
+        "--steps, --names); "
+        "--forecasts, whether forecasts change the result more than fewer steps (--quick, --only); "
+        "--sound, the same for each stream of a video with sound (--scheduler, --denoise, "
+        "--together); "
+        "--picture, pictures with ToMe off and on (--model, --repeats); "
+        "--host-time, what merging adds before any kernel runs (--quick); "
+        "--train, no measurement, but a UNet for --fidelity (stickers or stickers_sd15, --minutes, "
+        "--rate); "
+        "--drawn, shallow steps of such a UNet in random cells (stickers or stickers_sd15, "
+        "--cells, --seed); "
+        "--terrain, skipped steps on a UNet that others trained (euler or dpmpp_2m); "
+        "--work, how much work is left, counted; "
+        "--report, tables of what was measured on a GPU",
     )
     add(
         "gpu",
@@ -236,7 +240,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "soak",
         check,
-        "do many random runs in one process, and see whether any fails or leaves anything behind; "
+        "do many random runs in one process, and check that none fails or leaves anything behind; "
         "more arguments: --runs, --quick, --seed, --only",
     )
     add(
@@ -248,8 +252,8 @@ def _parser() -> argparse.ArgumentParser:
         "generate",
         tool,
         "write the English locale, the lists of the help pages and the tables of figures from the "
-        "options and the results; with --check, say what is out of date; with --translated and "
-        "languages, note that their texts are of the present English ones",
+        "options and the results; with --check, only say what is out of date; with --translated "
+        "and languages, record that these translate the present English texts",
     )
     add("publish", tool, "with --check, say what is still open before the pack can be published")
     add(

@@ -15,7 +15,8 @@ def origin(device: str, command: str) -> dict[str, Any]:
 
     Args:
         device: what was measured, ``cpu`` or ``cuda``.
-        command: what chose it, such as ``bench --picture``; further arguments are added.
+        command: the part of the command that chose it, such as ``bench --picture``; further
+            arguments are added.
     """
     processor = platform.processor() or platform.machine()
     with suppress(OSError):

@@ -24,7 +24,7 @@ def plan_of_functions(
 ) -> Plan:
     """A plan made of two functions, for settings under which merged keys count once.
 
-    It does not know the slot of each token.
+    The plan does not know the slot of each token.
     """
     batch, tokens, _ = features.shape
     own = Operations(

@@ -24,8 +24,8 @@ def node(kind: Any, **inputs: Any) -> Patch:
 class Control(comfy.controlnet.ControlBase):
     """A ControlNet without a network.
 
-    What it adds to the output of a block of ``place``, ``input``, ``middle`` or ``output``, is a
-    function of the noisy latent.
+    ``adds`` makes what it adds to the output of a block from the noisy latent. ``place`` says in
+    which blocks: ``input``, ``middle`` or ``output``.
     """
 
     def __init__(self, adds: Callable[[Tensor], Tensor], place: str = "input"):

@@ -13,8 +13,8 @@ def interleaved(
 ) -> dict[Key, list[float]]:
     """Call all runs in turn, ``repeats`` times, so that noise affects all of them alike.
 
-    Every other round is reversed, so that a steady drift affects all of them alike too. If
-    ``after_round``, called with the number of rounds so far, returns True, there is no other.
+    Every other round is reversed, so that a steady drift affects all of them alike too.
+    ``after_round`` is called with the number of rounds so far; if it returns True, no more follow.
     """
     results: dict[Key, list[float]] = {name: [] for name in runs}
     for done in range(repeats):

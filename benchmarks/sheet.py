@@ -13,7 +13,7 @@ def sheet(
 ) -> Image.Image:
     """One column of pictures for each name, under its title and further lines of text.
 
-    The pictures all have one size, and the columns equally many.
+    All pictures have one size, and all columns have equally many.
     """
     pictures = next(iter(columns.values()))
     wide, high = pictures[0].size

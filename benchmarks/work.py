@@ -57,10 +57,10 @@ def main() -> None:
     )
     parts = [
         "# Counted work by size: `python3 dev.py bench --work`",
-        "Multiplications at `ratio` 0.6, unpatched: 1. Attention to the text and the cost of "
-        f"merging are left out. Where less than {LEAST_SAVED:.0%} would be saved, nothing merges. "
-        "First of one evaluation; then of whole runs, in which steps are shallow, and a second "
-        "pass of 8 steps.",
+        "The share of the multiplications that is left at `ratio` 0.6: first in one evaluation, "
+        "then in whole runs, in which some steps are shallow, and in a second pass of 8 steps. "
+        "Attention to the text and the cost of merging are left out. Where less than "
+        f"{LEAST_SAVED:.0%} would be saved, nothing merges.",
         table,
         "![Tokens that stay, by the side of the map](kept-tokens.webp)",
     ]
@@ -91,7 +91,7 @@ def _row(network: nn.Module, side: int) -> dict[str, float]:
 
 
 def _of_run(config: ToMeConfig, count: int, whole: float, shallow: float) -> float:
-    """The share of the work of a run that is left, given those of a whole and a shallow step."""
+    """The share of a run's work that is left, given the shares of a whole and a shallow step."""
     # From noise to a picture; where a run begins changes which steps are whole, not how many.
     levels = [12 * index / count - 5 for index in range(count)]
     steps = len(whole_evaluations(config.shallow_ratio, levels))

@@ -1,10 +1,10 @@
-"""The ranks of torch.distributed that call one model in step, and what they agree on.
+"""How the ranks of torch.distributed that call one model in step agree to skip a call.
 
-Every call of such a model waits for all its ranks. If one of them left out a call, or made one
-more, the others would wait for ever, so they do that together or not at all.
+Every call of such a model waits for all of its ranks. If one rank skipped a call, or made one more,
+the others would wait for ever. So either all ranks skip a call, or none does.
 
-They agree through the store that their process group was made with. A collective would wait as long
-as the group allows, and could meet one of the model's own if a rank is out of step.
+The ranks vote through the store of their process group. A collective would wait until the timeout
+of the group, and could be matched with one of the model's own if a rank is out of step.
 """
 
 import logging
@@ -20,21 +20,21 @@ from . import reasons
 log = logging.getLogger("tome_nodes")
 
 PATIENCE = 120.0
-"""For so many seconds, a rank waits for the others."""
+"""How long a rank waits for the others, in seconds."""
 
 _YES = 1 << 20
-"""What a vote for it adds to the number of votes."""
+"""Every vote adds 1 to the count, and a vote in favour adds this as well."""
 
 _TOO_LATE = "too late"
-"""What is decided in a turn to which not all ranks came in time."""
+"""The decision of a turn in which not all ranks voted in time."""
 
 
 def ranks_of(model: nn.Module) -> Sequence[int]:
-    """The ranks that a call of a model waits for, this one among them, in order; else none.
+    """The ranks that a call of a model waits for, in ascending order; empty if it waits for none.
 
-    They are those that share its weights (FSDP2, tensor parallel) or its sequence (context parallel
-    of diffusers), but not those with replicas. Weights that stay gathered after a call are not
-    shared any more.
+    These ranks, this one among them, share the model's weights (FSDP2, tensor parallel) or its
+    sequence (context parallel of diffusers). Ranks that hold replicas do not count. Weights that
+    stay gathered after a call are no longer shared.
     """
     if not (distributed.is_available() and distributed.is_initialized()):
         return ()
@@ -62,7 +62,7 @@ def _ranks_along(mesh: Any, is_split: Sequence[bool]) -> list[int]:
 
 
 class Ranks:
-    """What the ranks of a model agree on, in the calls of one thread."""
+    """Lets the ranks of a model agree on each call; for the calls of one thread."""
 
     def __init__(self, model: nn.Module):
         self._model = model
@@ -70,11 +70,11 @@ class Ranks:
         self._is_over = False
 
     def agree(self, may: bool) -> bool:
-        """Whether a call may be left out or changed, which is so if it ``may`` on every rank.
+        """Whether a call may be skipped or changed: only if ``may`` is true on every rank.
 
-        It is to be asked before every call. Where a model has one rank, nobody is asked, nor where
-        gradients are computed, under which every call is whole. If another rank does not come, all
-        that wait for it go on without, and say so once.
+        Ask this before every call. A model on one rank asks nobody, and neither does any model
+        while gradients are computed, since every call is whole then. If a rank does not vote in
+        time, those that waited for it log that once, and skip nothing from then on.
         """
         ranks = () if torch.is_grad_enabled() else ranks_of(self._model)
         if not ranks:
@@ -100,17 +100,17 @@ class Ranks:
 def voted(
     store: Any, own: int, ranks: Sequence[int], may: bool, is_new: bool = False
 ) -> bool | None:
-    """Whether all of some ranks vote for it; None on all that wait if one did not vote in time.
+    """Vote once: true if all ranks are in favour, None if one of them did not vote in time.
 
-    A rank that votes against it does not wait, unless it is new.
+    A rank that votes against does not wait for the others, unless it is new.
 
     Args:
-        store: one that they share.
+        store: the store that the ranks share.
         own: this rank.
-        ranks: all of them.
-        may: its vote.
-        is_new: whether it has not voted on this model yet, and so passes over turns that the others
-            have ended without it, as when it called another one unpatched.
+        ranks: all ranks that vote, this one among them.
+        may: the vote of this rank.
+        is_new: whether this rank has not voted on this model yet. It then passes over turns that
+            the others have ended without it, for example while it called another model, unpatched.
     """
     group = f"tome_nodes/{','.join(map(str, ranks))}"
     turn = store.add(f"{group}/{own}", 1)
@@ -125,7 +125,7 @@ def voted(
         _decide(store, decided, decision, _TOO_LATE)
     word = store.get(decision).decode()
     if is_last:
-        # All know of the turn before, as they have come to this one.
+        # All ranks have voted in this turn, so they have read the decision of the one before.
         for key in _keys(group, turn - 1):
             store.delete_key(key)
     return None if word == _TOO_LATE else word == "all"
@@ -148,6 +148,6 @@ def _comes(store: Any, key: str) -> bool:
         waited = time.monotonic() - begun
         if waited > PATIENCE:
             return False
-        # A store that waits itself lets no interrupt through.
+        # Not by the store's own wait, which lets no interrupt through.
         time.sleep(min(0.1 * waited, 0.02))
     return True

@@ -86,7 +86,7 @@ def _run(server: ComfyServer, graph: Graph, label: str) -> Run:
     def watch(event: dict[str, Any]) -> None:
         nonlocal node, logged, shown
         if event["type"] == "progress" and node in samplers:
-            # Steps that follow each other quickly come as one.
+            # Steps that follow each other quickly come as one event.
             print("." * (event["data"]["value"] - shown), end="", flush=True)
             shown = event["data"]["value"]
         if event["type"] != "executing":

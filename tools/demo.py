@@ -121,11 +121,11 @@ def _checkpoint(chosen: Path | None, graph: workflow.Graph) -> Path:
 
 
 def search(folders: Mapping[str, Path], base: Path) -> list[str]:
-    """The server's arguments to also look in folders for what their names say.
+    """The server's arguments that make it look into further folders.
 
     Args:
-        folders: folders by what ComfyUI finds there, such as `checkpoints`.
-        base: the folder of the server's data, for the file that names them.
+        folders: the folders, by what ComfyUI finds in them, such as `checkpoints`.
+        base: the folder of the server's data; a file with the names of the folders goes there.
     """
     base.mkdir(exist_ok=True)
     configuration = base / "folders.yaml"

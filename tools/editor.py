@@ -4,7 +4,7 @@
 
 opens each file of `workflows/` and `subgraphs/` in the editor and saves it again. For a
 workflow it also saves the API format, in `workflows/api/`, and a thumbnail with the title
-of its note. Run it after changing a workflow, in any ComfyUI, or the nodes' inputs.
+of its note. Run it after you change the nodes' inputs or, in any ComfyUI, a workflow.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ THUMBNAIL_SIZE = (800, 500)
 THUMBNAIL_SCALE = 1.3
 TITLE_HEIGHT, TITLE_FONT, TITLE_COLOUR = 120, 48, "#233323"
 
-# What a workflow shows in the end: a box of the picture of a help page.
+# The result that a workflow shows: a box in the picture of a help page.
 HELP = ROOT / "web" / "docs"
 RESULTS = {
     "tome_compare.json": ("ToMeReport.jpg", (42, 376, 558, 885)),
@@ -92,7 +92,7 @@ window.nodeOf = key => app.rootGraph.nodes.find(node => node.type === key || nod
 window.widgetOf = (key, name) => nodeOf(key).widgets.find(widget => widget.name === name)
 window.slotOf = (key, side, name) => nodeOf(key)[side].findIndex(slot => slot.name === name)
 """
-"""What scripts of the page can call. The key of a node is its id, or for the first its type."""
+"""Functions for scripts of the page. A node's key is its id, or its type if it is the first."""
 
 SLOT = """([key, side, name]) => {
     const node = nodeOf(key)
@@ -189,7 +189,7 @@ class Editor:
         self.click(*self.page.evaluate(WIDGET, [kind, name]))
 
     def node(self, key: str | int) -> Locator:
-        """A node in Nodes 2.0, where nodes are elements of the page: of an id, or by its type."""
+        """The node of an id, or the first of a type, in Nodes 2.0, where nodes are elements."""
         number = self.page.evaluate("key => nodeOf(key).id", key)
         return self.page.locator(f"[data-node-id='{number}']")
 
@@ -222,10 +222,10 @@ class Editor:
         return self._export("output")
 
     def picture(self, name: str) -> bytes:
-        """A JPEG of the title of the workflow's note, over its first node of ours.
+        """A JPEG: the title of the workflow's note, and below it the first of our nodes.
 
-        The list of templates shows it small, beside the file's name only. Where the help page has a
-        picture of what comes out, a part of that is beside the node.
+        The list of templates shows it small, with only the file's name beside it. Where a help page
+        has a picture of the workflow's result, a part of that picture is beside the node.
         """
         title, left, top = self.page.evaluate(TITLE_AND_PLACE)
         self.look_at(left - 40, top - 60, THUMBNAIL_SCALE)

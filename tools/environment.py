@@ -240,7 +240,7 @@ def _bring(
     unpack: Callable[[Path, Path], None],
     *options: str,
 ) -> None:
-    """Have a release in a folder of `.venv`, which ``unpack`` makes of its archive."""
+    """Have a release in a folder of `.venv`; ``unpack`` makes the folder from its archive."""
     if folder.is_dir() and _stamp(VENV).get(folder.name.lower()) == release.sha256:
         return
     with tempfile.TemporaryDirectory(dir=VENV) as temporary:
@@ -326,7 +326,7 @@ def _light_contents(torch: str) -> list[bytes]:
 def constraints_of(torch: str, is_pinned: bool = True) -> list[str]:
     """The versions of packages in the environment of a PyTorch, as pip takes them.
 
-    Without ``is_pinned``, only of what has to fit PyTorch.
+    Without ``is_pinned``, only of the packages that have to fit PyTorch.
     """
     own = [f"torch=={torch}", *TORCHES[torch].packages]
     names = {name_of(line) for line in own}

@@ -1,7 +1,7 @@
-"""Tables and a plot of the pages whose figures come from the results of benchmarks.
+"""The tables and the plot whose figures come from the results of benchmarks.
 
-``dev.py generate`` writes them, and ``dev.py lint`` fails where a page has other figures than the
-results. Standard library only.
+``dev.py generate`` writes them into the pages, and ``dev.py lint`` fails if a page has other
+figures than the results. Standard library only.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def plots() -> dict[Path, str]:
 
 
 def _as_at_1024(asked: Rows) -> Rows:
-    """Rows of which *balanced* merges nothing, as in SDXL at 1024x1024, if there are such."""
+    """Rows in which *balanced* merges nothing, as in SDXL at 1024x1024, if there are such rows."""
     alone = {
         name.replace("shallow", "balanced").removesuffix(", nothing merged"): row
         for name, row in asked.items()
@@ -119,7 +119,7 @@ def _counted() -> Mapping[str, Mapping[str, Any]]:
 
 
 def _work() -> str:
-    """How many times less work whole runs are."""
+    """How many times less work the model has in whole runs."""
     asked = (
         ("SDXL", 1536, "second pass"),
         ("SDXL", 2048, "second pass"),
@@ -153,7 +153,7 @@ def _work() -> str:
 
 
 def _work_by_size() -> str:
-    """The work that is left of an evaluation, of a run and of a second pass, by preset."""
+    """The share of the work that is left, of an evaluation, a run and a second pass, by preset."""
 
     def body() -> Iterator[Sequence[str]]:
         before = ""
@@ -286,7 +286,7 @@ def _compared() -> str:
 
 
 def _errors() -> str:
-    """Errors at the work of what a user could pick."""
+    """The error and the work of everything that a user could pick."""
     columns = (OURS, STEPS, CACHE, MERGING)
 
     def label(judge: str, name: str) -> str:

@@ -5,11 +5,11 @@
     python3 dev.py generate --translated ko
 
 It writes `locales/en/nodeDefs.json`, the README's plot, and what is between the markers of the
-pages: lists of the help pages from `tome_nodes/comfyui/node_texts.py`, tables from the results of
-benchmarks by `tools/figures.py`. With --check, nothing is written, and the exit code is 1 if
-anything would be. Other languages need a translator. With --translated, it also records that all
-texts of a language are translations of the current English ones; until then, it lists the outdated.
-Standard library only.
+pages: lists of the help pages from `tome_nodes/comfyui/node_texts.py`, and tables that
+`tools/figures.py` makes from the results of benchmarks. With --check, nothing is written, and the
+exit code is 1 if anything is out of date. Other languages need a translator: each run lists their
+texts that are out of date. With --translated, it records first that all texts of a language are
+translations of the current English ones. Standard library only.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def files() -> dict[Path, str]:
 
 
 def stale() -> dict[Path, str]:
-    """The texts that files should have, of those that have others."""
+    """The files that are out of date, each with the text that it should have."""
     made = files().items()
     return {file: text for file, text in made if file.read_text(encoding="utf-8") != text}
 
@@ -229,7 +229,7 @@ def _judged() -> dict[str, dict[str, tuple[str, str]]]:
 
 
 def _judged_as(preset: str, model: str) -> str:
-    """The preset that was judged in its place: in a transformer, all that forecast are alike."""
+    """The preset that was judged in its place: in a transformer, those that forecast are alike."""
     is_one = model != "UNet" and PRESETS[preset].options.get("forecast")
     return "fast" if is_one else preset
 

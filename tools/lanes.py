@@ -1,4 +1,4 @@
-"""The lane of the tests that a command line needs."""
+"""Which tests a command line selects, and whether they need a ComfyUI and a browser."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def chosen_paths(pytest_arguments: Sequence[str]) -> list[Path]:
 
 
 def needs_comfyui(pytest_arguments: Sequence[str]) -> bool:
-    """Whether any test outside `tests/unit` would run; those in it need only PyTorch."""
+    """Whether any test outside `tests/unit` would run; tests in that folder need only PyTorch."""
     paths = chosen_paths(pytest_arguments)
     return not paths or not all(path.is_relative_to(UNIT_TESTS) for path in paths)
 

@@ -3,10 +3,10 @@
 python3 dev.py bench --drawn stickers [--cells 25] [--seed 1]
 python3 dev.py bench --drawn stickers_sd15 ...
 
-A cell is a sampler, a scheduler, a number of steps, a guidance scale, an empty negative prompt or
-another, and a first or a second pass; eight pictures of 32x32 tokens are painted in it. Nothing
+A cell is a sampler, a scheduler, a number of steps, a guidance scale, an empty or another negative
+prompt, and a first or a second pass; eight pictures of 32x32 tokens are painted in it. Nothing
 merges on either side. Cells are kept in benchmarks/results/drawn.json, by judge and seed, one after
-the other, so a command that is stopped goes on where it stopped. One takes about a minute.
+the other, so a command that is stopped goes on where it stopped. A cell takes about a minute.
 """
 
 import argparse
@@ -48,11 +48,11 @@ _SAMPLERS = (
     *("dpmpp_3m_sde", "lms", "ddim", "uni_pc", "uni_pc_bh2", "res_multistep", "er_sde", "deis"),
     *("ipndm", "lcm", "ddpm", "res_multistep_ancestral", "gradient_estimation", "sa_solver"),
 )
-"""Samplers of one evaluation in a step; those that most people use twice."""
+"""Samplers that evaluate a step once. Those that most people use are here twice."""
 _TWICE = (
     *("dpmpp_sde", "dpmpp_2s_ancestral", "heun", "dpm_2", "dpm_2_ancestral", "seeds_2", "heunpp2"),
 )
-"""Samplers of more; they take at most 20 steps."""
+"""Samplers that evaluate a step more than once; they take at most 20 steps."""
 _PLUS = ("euler_cfg_pp", "dpmpp_2m_cfg_pp", "euler_ancestral_cfg_pp")
 """Samplers whose guidance is at most 2."""
 _SCHEDULERS = (
@@ -82,7 +82,7 @@ class Run:
 
 
 def draw(chance: random.Random) -> Run:
-    """A run by chance."""
+    """A random run."""
     sampler = chance.choice((*_SAMPLERS, *_TWICE, *_PLUS))
     steps = chance.choice(
         (8, 9, 10, 12, 14, 15, 16, 18, 20, 20, 21, 22, 24, 25, 26, 28, 30, 35, 40)
@@ -108,7 +108,7 @@ class Painter:
         self._first = cache(self._painted)
 
     def paint(self, run: Run, model: ModelPatcher | None = None) -> tuple[Tensor, float]:
-        """The pixels of a run and its work, of the plain model unless another is given."""
+        """The latent of a run and its work, by the plain model unless another is given."""
         empty = torch.zeros(PICTURES, latents.CHANNELS, SIDE, SIDE)
         begin = empty if run.denoise == 1 else self._first(run.start)
         positive = _prompts(run.start)
@@ -125,7 +125,7 @@ class Painter:
         return latent, meter.cost
 
     def _painted(self, start: int) -> Tensor:
-        """The pictures that a second pass begins with."""
+        """The latents that a second pass begins with."""
         first = Run("dpmpp_2m", "karras", 10, 5.0, False, 1.0, start, 77)
         return self.paint(first)[0]
 
@@ -137,10 +137,10 @@ def _prompts(start: int) -> Tensor:
 
 
 def cell(painter: Painter, run: Run) -> dict[str, Any]:
-    """What shallow steps change in a run, and fewer steps in the same work.
+    """How much shallow steps change a run, and how much fewer steps with the same work do.
 
-    ``fewer`` is on a line between the logarithms of the errors of the two nearest numbers of steps.
-    ``ratio`` is None where no step is shallow, or where the plain run ends in no picture.
+    ``fewer`` is interpolated between the two nearest numbers of steps, on the logarithms of their
+    errors. ``ratio`` is None if no step is shallow, or if the plain run ends in no picture.
     """
     expected, whole = painter.paint(run)
     config = ToMeConfig(ratio=0.6, forecast=True, merge_attn=False)
@@ -182,14 +182,14 @@ def summary(cells: Sequence[Mapping[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Draw cells, and keep what comes of them."""
+    """Draw cells, and keep their results."""
     parser = argparse.ArgumentParser(prog="dev.py bench --drawn", description=__doc__)
     parser.add_argument("judge", choices=JUDGES)
     parser.add_argument("--cells", type=int, default=25)
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    # Of the host's samplers.
+    # The host's samplers warn.
     warnings.simplefilter("ignore", UserWarning)
     painter, chance = Painter(JUDGES[arguments.judge]()), random.Random(arguments.seed)
     for number in range(arguments.cells):

@@ -42,7 +42,7 @@ class SceneJudge(FlowJudge):
     Args:
         pictures: how many it paints, at most four.
         weights: the file with the weights of the model.
-        others: as of :class:`Judge`.
+        others: as for :class:`Judge`.
     """
 
     # As in Flux with a picture of 1024x1024.
@@ -66,9 +66,9 @@ class StickerJudge(Judge):
     """The judge whose model is a UNet of stickers.
 
     Args:
-        load: makes it.
+        load: makes the model.
         pictures: how many it paints, each of another kind of sticker.
-        others: as of :class:`Judge`.
+        others: as for :class:`Judge`.
     """
 
     scheduler = "karras"
@@ -160,7 +160,7 @@ class Bench:
 
     Attributes:
         make: makes the judge from a number of steps.
-        options: gives the options in place of a run of that many steps.
+        options: returns what a user could pick in place of a run of that many steps.
         steps: the numbers of steps; ``--quick`` uses the first.
     """
 

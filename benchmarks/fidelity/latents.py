@@ -1,8 +1,8 @@
 """A latent that replaces a trained autoencoder's: the lowest cosine frequencies of 4x4 pixels.
 
-Eight channels: six of brightness and one of each of two colours. Frequencies are scaled by the root
-of their own deviation in scenes: as in the latents of trained autoencoders, power falls with
-frequency, but less than it does in pixels.
+It has eight channels: six for brightness and one for each of two colours. Frequencies are scaled by
+the root of their own deviation in scenes: as in the latents of trained autoencoders, power falls
+with frequency, but less than it does in pixels.
 """
 
 import math
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CELL = 4
-"""The side in pixels of what one position of the latent holds."""
+"""The side, in pixels, of the square that one position of the latent holds."""
 CHANNELS = 8
 FREQUENCIES = ((0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (2, 0))
 """Frequencies of brightness, down and across; colours have only the first."""

@@ -1,8 +1,8 @@
 """What a run costs: the work of its evaluations, counted and not timed.
 
 For a transformer, an evaluation on fewer tokens costs what it would in blocks of a published width.
-A small judge, whose blocks spend their time elsewhere, would flatter. For a UNet, where only a
-part merges, the multiplications are counted where they are made.
+The blocks of a small judge spend their time elsewhere, and would flatter merging. For a UNet, where
+only a part merges, the multiplications are counted where they are made.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,13 +20,13 @@ class Meter:
     """Adds up what the evaluations of a model cost.
 
     Args:
-        tokens: how many a picture has, with its prompt where that is in the same attention; None
-            for a UNet.
+        tokens: the number of tokens of a picture, with those of its prompt if both are in the same
+            attention; None for a UNet.
         attention: the share of attention in the multiplications of a block on all tokens.
 
     Attributes:
-        cost: so far. For a transformer, 1 for each sample evaluated on all tokens; for a UNet, its
-            multiplications and additions.
+        cost: the cost so far. For a transformer, 1 for each sample evaluated on all tokens; for a
+            UNet, its multiplications and additions.
         evaluations: how many there were; several samples at once count as one.
     """
 
@@ -36,7 +36,7 @@ class Meter:
 
     @contextmanager
     def watching(self, model: ModelPatcher, keys: float = 1.0) -> Iterator[None]:
-        """Count what a model does meanwhile, if this share of its keys is left."""
+        """Count what a model does meanwhile; ``keys`` is the share of its keys that is left."""
 
         def count(_: nn.Module, arguments: tuple[Any, ...]) -> None:
             samples, tokens = arguments[0].shape[:2]

@@ -39,7 +39,7 @@ KINDS: Mapping[str, tuple[Callable[[], Judge], Sequence[str]]] = {
     "transformer": (partial(SceneJudge, 8), ("balanced 0.75", "5 steps")),
     "video": (partial(VideoJudge, 8), ("balanced 0.6", "6 steps")),
 }
-"""Judges, and the columns beside the plain pictures: a preset and its ratio, or so many steps."""
+"""Judges, and the columns beside the plain pictures: a preset and its ratio, or fewer steps."""
 
 OFF = "off"
 FRAMES = (2, 6)
@@ -104,7 +104,7 @@ def _pixels(picture: Tensor) -> Image.Image:
 
 
 def _title(name: str, seconds: Mapping[str, float]) -> tuple[str, str]:
-    """What stands over a column: its name, and how long it took."""
+    """The lines above a column: its name, and how long it took."""
     if name == OFF:
         return "ToMe off", f"{seconds[OFF]:.1f} s"
     times = seconds[OFF] / seconds[name]

@@ -26,7 +26,7 @@ FEWER: dict[int, Sequence[int]] = {
 """The fewer steps to which a run can be cut, by its number of steps."""
 
 MERGED_FEWER: dict[int, Sequence[int]] = {20: (10, 9), 16: (8, 7), 12: (7, 6), 8: (6, 5)}
-"""The same with what *fast* merges: about as much work as with its shallow steps."""
+"""The same for runs that merge as *fast* does, with about the work of *fast* with shallow steps."""
 
 ON_TRANSFORMERS = {"fast": (0.3, 0.5, 0.6, 0.75)}
 """Ratios to judge on transformers, where preset balanced is the same as fast."""
@@ -36,7 +36,7 @@ _THRESHOLDS = (0.1, 0.2, 0.4)
 
 
 _INTERVALS = (2, 3, 5)
-"""How many steps each whole one of DeepCache serves."""
+"""Intervals of DeepCache: the whole UNet runs in one step of this many."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def of_other_runs(steps: int) -> list[Option]:
 
 
 def of_stickers(steps: int) -> list[Option]:
-    """The same of the UNet whose steps may be shallow, and shallow steps without merging."""
+    """Options on a UNet whose steps may be shallow, among them shallow steps without merging."""
     alone = {
         ratio: partial(attach, config=ToMeConfig(ratio=ratio, forecast=True, merge_attn=False))
         for ratio in (0.225, 0.3, 0.45, 0.5, 0.6)
@@ -154,7 +154,7 @@ def _fewer(steps: int, picked: slice = slice(None)) -> list[Option]:
 
 
 def _merged_fewer(steps: int) -> list[Option]:
-    """What *fast* merges, with fewer steps in place of shallow ones."""
+    """Runs that merge as *fast* does, with fewer steps in place of shallow ones."""
     merged = preset("fast", forecast=False)
     return [
         Option(f"fast 0.6, {fewer} steps", shares.MERGED_STEPS, merged, steps=fewer)
@@ -188,7 +188,7 @@ def _todo() -> Option:
 
 
 def _merging() -> list[Option]:
-    """What others have published for any model, and parts of it."""
+    """Methods that others have published for any model, and parts of such methods."""
     return [
         _todo(),
         Option("k,v 0.5, unweighted", shares.MERGING, ours(attn_tokens="k,v", **ONCE), keys=0.5),

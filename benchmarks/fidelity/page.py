@@ -55,8 +55,8 @@ JUDGES = {
 }
 """The judges by name, with the titles of their tables."""
 SHOWN = "pictures", "hires", "image", "few", "second", "video", "edit"
-"""Judges whose pictures are shown. The others sample otherwise with the model of one of these, or
-were asked a few questions only."""
+"""Judges whose pictures are shown. The others use the model of one of these in another way, or were
+asked only a few questions."""
 TRAINED_FIRST = "stickers_sd15", "stickers_sd15_second"
 """Judges whose models have to be trained first."""
 _OF_UNETS = {

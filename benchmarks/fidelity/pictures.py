@@ -20,8 +20,8 @@ class Judge:
 
     Attributes:
         model: the plain model.
-        tokens: how many a picture has, with its prompt where that is in the same attention. None
-            for a UNet, where only a part merges.
+        tokens: the number of tokens of a picture, with those of its prompt if both are in the same
+            attention. None for a UNet, where only a part merges.
         attention: the share of attention in the work of a block, in a model that people use.
         denoise: the share of a schedule that is sampled; less than 1 starts from a picture.
         decode: turns what the model paints into pixels from 0 to 1.

@@ -28,9 +28,9 @@ _OF_CACHES = {"start_percent": 0.15, "end_percent": 0.95, "verbose": False}
 def easy_cache(threshold: float) -> Patch:
     """ComfyUI's EasyCache, at its defaults except for the threshold.
 
-    In a step that it skips, it writes into the model's input. For a flow in float32 that is the
-    noisy latent itself, which the host still needs, so pictures are ruined. Models that people run
-    are in half precision and get a copy, so the judges' models get one too.
+    In a step that it skips, it writes into the model's input. For a flow in float32, this input is
+    the noisy latent itself, which the host still needs, so pictures are ruined. Models that people
+    run are in half precision and get a copy, so the judges' models get one too.
     """
     cached = node(EasyCacheNode, reuse_threshold=threshold, **_OF_CACHES)
 
@@ -54,8 +54,9 @@ def lazy_cache(threshold: float) -> Patch:
 def deep_cache(interval: int) -> Patch:
     """DeepCache (arXiv 2312.00858), as PyPI's package of that name does it at its branch 0.
 
-    The whole UNet runs in every step whose number divides by ``interval``. In the others, only its
-    first input block and its last output block do, and what came up from the rest is copied.
+    The whole UNet runs in every step whose number is a multiple of ``interval``. In the others,
+    only its first input block and its last output block run, and what last came up from the rest is
+    used again.
     """
 
     def patch(model: ModelPatcher) -> ModelPatcher:

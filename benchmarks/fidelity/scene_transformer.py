@@ -32,7 +32,7 @@ SHIFT = 1.15
 HELD_OUT = Path(__file__).with_name("held_out.npz")
 """What is judged: prompts and references of scenes that no model was trained on."""
 PROMPT_SHAPE = (4, 64)
-"""Tokens and channels of a prompt: one token for each of what a caption tells."""
+"""Tokens and channels of a prompt: one token for each thing that a caption tells."""
 
 FLUX: dict[str, Any] = {
     "in_channels": latents.CHANNELS,

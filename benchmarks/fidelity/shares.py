@@ -1,4 +1,4 @@
-"""What rows of the fidelity results say of one another. Standard library only.
+"""Compare the rows of the fidelity results with each other. Standard library only.
 
 Rows are the figures of every option by name, as ``results/fidelity.json`` has them for a judge and
 a number of steps.
@@ -16,7 +16,7 @@ KINDS = STEPS, MERGED_STEPS, CACHE, FORECAST, SIZE, MERGING, OURS
 
 TOMESD, TODO = "tomesd q,k,v 0.5", "ToDo k,v 0.75"
 PAPER = "q,k,v 0.5, as the paper"
-"""The names of rows of methods of others."""
+"""The names of the rows that others' methods have."""
 
 Rows = Mapping[str, Mapping[str, Any]]
 """The figures of every option, by name."""
@@ -75,6 +75,6 @@ def share(rows: Rows, name: str, kind: str) -> float | None:
 
 
 def best_share(rows: Rows, kind: str) -> float | None:
-    """The smallest such share of all our rows."""
+    """The smallest :func:`share` of all our rows; None if there is none."""
     shares = [share(rows, name, kind) for name in points(rows, (OURS,))]
     return min((each for each in shares if each is not None), default=None)

@@ -32,7 +32,7 @@ CLOUDS = 6
 PROMPT_SHAPE = (2, 64)
 """Tokens and channels of a prompt: a token for the kind and one for the clouds."""
 SCALE = 1.2
-"""What latents are multiplied by, so that they have a mean power of 1."""
+"""Latents are multiplied by this, so that they have a mean power of 1."""
 
 UNET: dict[str, Any] = {
     "image_size": 32,
@@ -82,7 +82,7 @@ def decode(latent: Tensor) -> Tensor:
 
 
 def prompt(kind: int, clouds: int) -> Tensor:
-    """The tokens of a prompt, ``[2, 64]``, by the index of a kind and that of a colour."""
+    """The tokens of a prompt, ``[2, 64]``, from the indices of a kind and of a colour."""
     words = _words()
     return torch.stack([words[kind], words[len(KINDS) + clouds]])
 

@@ -2,9 +2,9 @@
 
 As in SD 1.5, each level has two residual blocks on the way down and three on the way up, and all of
 them attend. What is new adds nothing at first, so the grown UNet paints what the other one paints
-until training goes on. Outside of all that lies between the first input block and the last output
-block are 0.06 of its multiplications at 32x32 tokens and 0.095 at 64x64; in SD 1.5 at 512x512,
-0.079. The levels with most tokens have 0.45 of them at 64x64; there, 0.38.
+until training goes on. The first input block and the last output block have 0.06 of the
+multiplications at 32x32 tokens and 0.095 at 64x64; in SD 1.5 at 512x512, they have 0.079. The
+levels with most tokens have 0.45 at 64x64 tokens; in SD 1.5, they have 0.38.
 
 Its weights are not in the repository; ``python3 dev.py bench --train stickers_sd15`` makes them.
 """
@@ -33,10 +33,10 @@ _BLOCKS = {
     "input_blocks": {0: 0, 1: 1, 2: 3, 3: 4, 4: 6, 5: 7},
     "output_blocks": {0: 0, 1: 2, 2: 3, 3: 5, 4: 6, 5: 8},
 }
-"""Where each block has gone."""
+"""The index of each block of the smaller UNet, and the index that it gets here."""
 
 _NEW = 1, 4, 7
-"""The new output blocks, whose residual blocks have a path of their own for what comes up."""
+"""The new output blocks. Their residual blocks have a skip connection with weights."""
 
 
 def load() -> ModelPatcher:
@@ -52,7 +52,12 @@ def load() -> ModelPatcher:
 
 
 def grow(unet: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of an untrained UNet of this layout that does what smaller ones did."""
+    """The weights with which a UNet of this layout does what the smaller one does with its own.
+
+    Args:
+        unet: an untrained UNet of this layout.
+        weights: the weights of the smaller one, by name.
+    """
     grown = {name: weight.clone() for name, weight in unet.state_dict().items()}
     for name, weight in weights.items():
         side, _, rest = name.partition(".")
@@ -61,7 +66,7 @@ def grow(unet: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         assert grown[moved].shape == weight.shape, name
         grown[moved] = weight
     for new in _NEW:
-        # What comes up goes on; what comes from the side counts once it has been trained.
+        # Pass on what comes up; what comes from the way down counts once it has been trained.
         passed = grown[f"output_blocks.{new}.0.skip_connection.weight"].zero_()
         passed[:, : len(passed), 0, 0] = torch.eye(len(passed))
         grown[f"output_blocks.{new}.0.skip_connection.bias"].zero_()

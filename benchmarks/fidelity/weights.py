@@ -1,7 +1,7 @@
 """Trained weights in few bits: whole numbers, with a scale for each output channel.
 
-Weights that were trained from others are stored as their difference, which takes less space; the
-code that wrote those files is gone, like that of their training (see benchmarks/FIDELITY.md).
+Weights that were trained from others are stored as their difference, which takes less space. The
+code that trained and wrote these is gone (see benchmarks/FIDELITY.md).
 """
 
 import os
@@ -20,7 +20,7 @@ _SCALES, _STEPS, _BASE = "scales of ", "steps", "base"
 
 
 def save(weights: Mapping[str, Tensor], file: Path) -> None:
-    """Write weights by name; those of one dimension, such as biases, are few and get 16 bits.
+    """Write weights by name; weights of one dimension, such as biases, are few and get 16 bits.
 
     An interrupted write leaves the old file, and equal weights make equal files.
     """

@@ -2,10 +2,10 @@
 
 python3 dev.py bench --forecasts [--quick] [--only WORDS ...]
 
-Each pair of a sampler, a number of steps, a guidance scale, a negative prompt or none, a situation
-and a schedule occurs, on the exact denoiser, and all other samplers alone. Some graphs run on a
-small trained transformer, too.
-With ``--quick``, pairs among samplers, situations and schedules need not occur, the trained one
+A graph has a sampler, a number of steps, a guidance scale, a negative prompt or none, a situation
+and a schedule. On the exact denoiser, each pair of values of these occurs, and each other sampler
+once. Some graphs run on a small trained transformer, too.
+With ``--quick``, pairs among samplers, situations and schedules need not occur, the transformer
 runs only in 8 steps, and nothing is kept. With ``--only``, only graphs run whose words contain one
 of these, and nothing is kept. The exit code is 1 if a cell is over the limit.
 """
@@ -71,7 +71,7 @@ def _graph(schedule: tuple[str, float | None], **others: Any) -> Graph:
 
 
 def trained_graphs(is_quick: bool) -> list[Graph]:
-    """Graphs on the trained model: where forecasts did harm once, and the plain graphs beside."""
+    """Graphs on the trained model: where forecasts did harm once, and plain graphs to compare."""
     asked: list[tuple[int, float, str, str]] = [
         *((steps, scale, "plain", "euler") for steps in (8, 10, 20) for scale in (3.0, 5.0, 7.0)),
         *((steps, 6.0, "prompts in two calls", "euler") for steps in (8, 10)),
@@ -105,7 +105,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", metavar="WORDS", default=[""])
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    # Of the host's samplers.
+    # The host's samplers warn.
     warnings.simplefilter("ignore", UserWarning)
     logging.getLogger().setLevel(logging.ERROR)
     logging.getLogger("tome_nodes").propagate = False

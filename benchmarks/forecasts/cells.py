@@ -27,16 +27,16 @@ from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.presets import PRESET, settings_of
 
 MOST, NOTHING = 1.15, 0.005
-"""Ours may change the result at most so many times as fewer steps do, or by so much."""
+"""Ours may change the result at most ``MOST`` times as much as fewer steps do, or ``NOTHING``."""
 
 _MANY = 2**20
 """More tokens than anything here has."""
 
 SEEDS = (1, 2, 3, 4)
-"""The seeds of samplers that add noise; others have the first only."""
+"""The seeds for samplers that add noise; others have only the first."""
 
 _CHURN = {"s_churn": 1.0, "s_tmax": 0.9}
-"""What makes a sampler such as Euler's add noise in each step."""
+"""Options with which a sampler such as euler adds noise in each step."""
 
 _ADD_NOISE = ("ancestral", "sde", "ddpm", "lcm", "seeds", "sa_solver", "s_churn")
 """Parts of the names of samplers that add noise."""
@@ -61,10 +61,10 @@ class Graph:
         steps: how many the schedule has.
         guidance: the scale.
         negative: whether the negative prompt says anything.
-        situation: the name of what else there is in it.
-        scheduler: its name.
-        shift: of the noise levels; None for the model's own.
-        on: the name of what runs, see :mod:`benchmarks.forecasts.subjects`.
+        situation: the name of the situation, which says what else the graph has.
+        scheduler: the name of the scheduler.
+        shift: the shift of the noise levels; None for the model's own.
+        on: the name of the subject, see :mod:`benchmarks.forecasts.subjects`.
     """
 
     sampler: str
@@ -83,7 +83,7 @@ class Graph:
 
     @property
     def subject(self) -> Subject:
-        """What it is run on."""
+        """The model that it runs on."""
         return subjects.of_name(self.on, SITUATIONS[self.situation].is_video)
 
     def in_words(self) -> str:
@@ -99,12 +99,12 @@ class Graph:
 
 @dataclass(frozen=True)
 class Cell:
-    """What came of a graph.
+    """The result of a graph.
 
     Attributes:
-        verdict: whether steps were forecast, or none were; ``wrong`` if none were and the result is
-            another one or no line of the log says why.
-        evaluated: in how many steps the network of the plain run was evaluated.
+        verdict: whether steps were forecast, or none were. It is ``wrong`` if none were, but the
+            result differs or the log does not say why.
+        evaluated: in how many steps the plain run evaluated the network.
         ours: the same with our node.
         fewer: the same in fewer steps.
         change, change_by_fewer: how much ours and fewer steps change the result.
@@ -127,7 +127,7 @@ class Cell:
         return self.change / max(MOST * self.change_by_fewer, NOTHING)
 
     def in_words(self) -> str:
-        """What came of it, in one line."""
+        """The result, in one line."""
         if self.verdict != FORECAST:
             return f"{self.verdict}: {self.why}"
         return (
@@ -179,7 +179,8 @@ def _failure(error: Exception) -> str:
 def _in_fewer_steps(graph: Graph, evaluated: int, ours: int) -> tuple[int, Result]:
     """The longest plain run that evaluates no more steps than ours, and the steps of its schedule.
 
-    Another node may leave out steps or add some, so that the two numbers differ.
+    A run may evaluate fewer or more steps than its schedule has, since another node may leave out
+    steps or add some.
     """
     plain = partial(run, graph, graph.seeds[0])
     steps = min(graph.steps, round(graph.steps * ours / evaluated))
@@ -206,9 +207,9 @@ def run(graph: Graph, seed: int, with_ours: bool = False, steps: int | None = No
 
     Args:
         graph: the graph.
-        seed: of all noise.
-        with_ours: whether our node is in it.
-        steps: a number of steps instead of its own.
+        seed: the seed of all noise.
+        with_ours: whether our node is in the graph.
+        steps: a number of steps to use instead of the graph's own.
     """
     situation, subject = SITUATIONS[graph.situation], graph.subject
     counter = _Counter(situation)
@@ -247,7 +248,7 @@ def run(graph: Graph, seed: int, with_ours: bool = False, steps: int | None = No
 
 
 def _ours(model: ModelPatcher) -> ModelPatcher:
-    """The node's defaults without merging, whose change is no concern of this table."""
+    """The node's defaults without merging, since this table is about forecasts."""
     settings = settings_of(PRESET.default, {})
     return attach(model, ToMeConfig(**settings | {"min_tokens": _MANY}))
 
@@ -266,7 +267,7 @@ class _Counter:
         self._has_run = False
 
     def watching(self, model: ModelPatcher) -> ModelPatcher:
-        """A clone of a model that counts; the network's innermost wrapper but for its answer."""
+        """A clone of a model that counts, by the innermost wrapper but the denoiser's."""
         clone = model.clone()
         wrappers = clone.wrappers.setdefault(WrappersMP.DIFFUSION_MODEL, {})
         last = wrappers.pop("denoiser", None)

@@ -18,13 +18,13 @@ _VARIANCE = 0.8
 """The mean variance of a picture around its mean."""
 
 _CONTRAST = 0.7
-"""How large a mean is against the deviations from it."""
+"""How large a mean is, relative to the deviations from it."""
 
 _WEAKENED = 0.7
 """The share of the mean that is left where a node of guidance weakens the network."""
 
 _BY_WEIGHTS, _BY_CONTROL = 1, 2
-"""The seeds of what weights and a ControlNet add to the mean of the prompt."""
+"""The seeds of the pictures that weights and a ControlNet add to the mean of a prompt."""
 
 
 @cache
@@ -52,8 +52,8 @@ def denoised(
         latent: ``(1 - noise)`` times the picture and ``noise`` times normal noise.
         centre: the mean of such pictures.
         noise: the noise level, from 0 to 1.
-        variance: of such pictures around their mean, over all frequencies.
-        power: how fast it falls with the frequency.
+        variance: the variance of such pictures around their mean, over all frequencies.
+        power: how fast the variance falls with the frequency.
     """
     share = 1 - noise
     of_frequency = variance * _spectrum(*latent.shape[-2:], power)
@@ -83,8 +83,8 @@ def _filtered(picture: Tensor, gain: Tensor) -> Tensor:
 class Denoiser:
     """Answers in place of the network of a flow.
 
-    It answers another way for whatever changes a network: other prompts, a ControlNet, weights
-    that a hook changes, blocks that a node of guidance replaces, and attention that it patches.
+    Its answer depends on everything that changes a network: prompts, a ControlNet, weights that a
+    hook changes, blocks that a node of guidance replaces, and attention that it patches.
     """
 
     def __init__(self, model: ModelPatcher, weight: str):
@@ -109,7 +109,7 @@ class Denoiser:
         prompts: Tensor = given["context"]
         centres = self._centres(prompts, given.get("control"), (1, *latent.shape[1:]))
         centres = _patched(centres, options)
-        # Without a prompt, what prompts change is among the deviations.
+        # Without a prompt, the differences between prompts count as deviations.
         is_any = (prompts == 0).flatten(1).all(1).reshape(-1, *[1] * (latent.ndim - 1))
         variance = _VARIANCE * (1 + _CONTRAST**2 * is_any)
         # No transformer of the host reads the other kinds, such as PAG's.

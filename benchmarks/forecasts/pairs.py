@@ -1,4 +1,4 @@
-"""A few combinations of values that have each pair."""
+"""A few combinations of values in which each pair of values occurs."""
 
 from collections import Counter
 from collections.abc import Collection, Hashable, Mapping, Sequence
@@ -10,14 +10,14 @@ Axes = Mapping[str, Sequence[Hashable]]
 
 
 def cover(axes: Axes, apart: Collection[str] = ()) -> list[dict[str, Any]]:
-    """Combinations of one value of each axis that have each pair of values of two axes.
+    """Combinations with one value of each axis, in which each pair of values of two axes occurs.
 
-    Each combination begins with a pair that is missing, of the two axes that miss most. The value
-    of each further axis is the one that adds most pairs, and of those the one used least.
+    Each combination begins with a missing pair, from the two axes with most missing pairs. Each
+    further axis gets the value that adds most pairs; of equal ones, the value used least.
 
     Args:
         axes: at least two, without duplicate values.
-        apart: axes of which no pair among themselves has to occur.
+        apart: axes whose pairs with each other need not occur.
     """
     missing = {
         (one, other): dict.fromkeys(product(axes[one], axes[other]))

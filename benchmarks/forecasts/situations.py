@@ -1,6 +1,6 @@
 """The situations of a run: other nodes, prompts, passes and samplers.
 
-All nodes are ComfyUI's own. Where it has none, the few lines here do what is meant.
+All nodes are ComfyUI's own. Where ComfyUI has no node, a few lines here do the same.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,13 +45,13 @@ class Situation:
 
     Attributes:
         name: what the table calls it.
-        patch: what another node makes of the model.
+        patch: what another node does to the model.
         is_last: whether that node comes after ours.
         prompts: makes the prompts.
-        passes: the noise levels of each sampler in a row, from those of a whole run.
-        wrap: what another node makes of the sampler.
+        passes: makes the noise levels of each sampler in a row from those of a whole run.
+        wrap: what another node does to the sampler.
         is_short: whether so little memory is left in a step, from 0, that prompts share no call.
-        is_video: whether it is one of videos.
+        is_video: whether it samples a video.
         batch: the number of pictures.
         begins: whether the run begins with a picture.
         masked: whether a mask says how much of the picture may change.
@@ -71,7 +71,7 @@ class Situation:
 
 
 def extended(prompt: Prompt, **extras: Any) -> Prompt:
-    """A prompt with more that belongs to it, as the host's nodes add it."""
+    """A prompt with further entries, as the host's nodes add them."""
     return [[text, {**others, **extras}] for text, others in prompt]
 
 
@@ -81,7 +81,7 @@ def _with_second(subject: Subject, **extras: Any) -> Prompts:
 
 
 def _in_two_calls(subject: Subject) -> Prompts:
-    """Of lengths that cannot share a call."""
+    """Two prompts of lengths that cannot share a call."""
     return subject.positive, subject.short
 
 
@@ -103,7 +103,7 @@ def _controlled(start: float, end: float, subject: Subject) -> Prompts:
 
 
 def _hooked(subject: Subject, *frames: tuple[float, float]) -> Prompts:
-    """A LoRA for the positive prompt only; ``frames`` are percents and strengths from them on."""
+    """A LoRA for the positive prompt only; ``frames`` are percents with the strength from there."""
     hooks = comfy.hooks.create_hook_lora(subject.lora, 1.0, 1.0)
     if frames:
         group = comfy.hooks.HookKeyframeGroup()
@@ -121,14 +121,14 @@ def _split(sigmas: Tensor) -> Sequence[Tensor]:
 
 
 def _restarting(sigmas: Tensor) -> Sequence[Tensor]:
-    """At 60 % of the run, back up by a fifth of its steps."""
+    """A run that goes back up by a fifth of its steps once 60 % are done."""
     count = len(sigmas) - 1
     last, back = round(0.6 * count), max(1, round(0.2 * count))
     return (torch.cat([sigmas[: last + 1], sigmas[last - back :]]),)
 
 
 def _inverted(sigmas: Tensor) -> Sequence[Tensor]:
-    """From a picture up to noise, and back; noise alone would hold nothing of the picture."""
+    """From a picture up to noise, but not to pure noise, which has lost the picture; and back."""
     falling = sigmas[sigmas < 0.95]
     return FlipSigmas.execute(falling.clone()).args[0], falling
 

@@ -1,16 +1,16 @@
-"""Do forecasts change the sound of a video more than as many fewer steps? Each stream by itself.
+"""Do forecasts change a video or its sound more than as many fewer steps? Each is compared alone.
 
 python3 dev.py bench --sound [--scheduler simple] [--denoise 1] [--together]
 
 A tiny model of the host's own class samples a video and its sound, and an exact denoiser answers
-for each in place of the network. The rows have the mean change over eight seeds, with its standard
-deviation, and that by as many fewer steps in brackets. It takes three minutes on one thread. With
-less ``--denoise``, runs begin with a picture and a sound. With ``--together``, what is decided by
-answers is decided by all numbers of both streams, as if they were one.
+for each in place of the network. The rows have the mean change over eight seeds with its standard
+deviation, and in brackets the change by as many fewer steps. It takes three minutes on one thread.
+With ``--denoise`` below 1, runs begin with a picture and a sound. With ``--together``, decisions
+that depend on the model's answers are made from both streams as if they were one.
 
-Both streams of LTX-2 have the noise level of the video. MiniMax H3 has less noise in its sound.
+Both streams of LTX-2 have the noise level of the video. In MiniMax H3, the sound has less noise.
 ComfyUI 0.30 samples that sound as it is, so that what the sampler gets is no clean sound. From 0.31
-on, the host carries it four times as loud, so that it has the noise of the video. Both are asked
+on, the host carries it four times as loud, so that it has the noise of the video. Both ways are run
 here on 0.30, where the denoiser stands for all that a model does with its noise level.
 """
 
@@ -49,10 +49,10 @@ GUIDANCE = (1.0, 3.0, 5.0)
 SEEDS = tuple(range(1, 9))
 
 _SHIFTS = 12.0, 3.0
-"""Those of the noise levels of MiniMax H3's video and sound."""
+"""The shifts of the noise levels of MiniMax H3's video and sound."""
 
 _LOUDER = _SHIFTS[0] / _SHIFTS[1]
-"""So many times as loud is its sound carried from ComfyUI 0.31 on."""
+"""How many times as loud ComfyUI carries its sound from 0.31 on."""
 
 Denoise = Callable[[Tensor, float], Tensor]
 """The best guess of what is in a latent at a noise level."""
@@ -64,19 +64,19 @@ def _plain(latent: Tensor, denoise: Denoise, noise: float) -> Tensor:
 
 
 def _as_in_031(latent: Tensor, denoise: Denoise, noise: float) -> Tensor:
-    """The same of one that is carried four times as loud."""
+    """The same for a sound that is carried four times as loud."""
     own = _own_noise(noise)
     return (latent - _LOUDER * denoise(latent * own / noise, own)) / noise
 
 
 def _as_in_030(latent: Tensor, denoise: Denoise, noise: float) -> Tensor:
-    """That of a flow with its own noise level, times how fast that changes with the video's."""
+    """The answer of a flow with its own noise level, times how fast it changes with the video's."""
     own = _own_noise(noise)
     return _LOUDER * own / noise**2 * (latent - denoise(latent, own))
 
 
 def _own_noise(noise: float) -> float:
-    """The noise level of MiniMax H3's sound at one of its video."""
+    """The noise level of MiniMax H3's sound at a noise level of its video."""
     of_video, of_sound = _SHIFTS
     base = noise / (of_video - (of_video - 1) * noise)
     return of_sound * base / (1 + (of_sound - 1) * base)
@@ -89,7 +89,7 @@ class Layout:
     Attributes:
         tiny: its tiny instance.
         answer: how it answers for a sound.
-        loudness: of its latent of sound, as a multiple of that of a clean sound.
+        loudness: how many times as loud as a clean sound its latent of sound is.
     """
 
     tiny: Tiny
@@ -116,8 +116,8 @@ class Prior:
     """What may be heard.
 
     Attributes:
-        sounds: the sound is near one of so many, as one of so many words is said.
-        prompted: the number of these that the prompt leaves.
+        sounds: the number of sounds that the sound may be near to, as with words of a language.
+        prompted: how many of these the prompt leaves.
     """
 
     sounds: int = 1
@@ -127,10 +127,10 @@ class Prior:
 PRIORS = {"any sound": Prior(), "one of 32": Prior(32, 4)}
 
 _VARIANCE, _WIDER = 0.8, 1.49
-"""That of pictures around their mean, and how many times as much there is without a prompt."""
+"""The variance of pictures around their mean, and how many times as large it is with no prompt."""
 
 _LOUDNESS, _POWER = 0.3, 1.0
-"""Of a sound against a picture, and how fast its variance falls with the frequency."""
+"""The loudness of a sound relative to a picture, and how fast its variance falls with frequency."""
 
 
 @dataclass(eq=False)
@@ -195,8 +195,9 @@ class Run:
     """A run of euler.
 
     Attributes:
-        layout, prior: the names of what is sampled.
-        steps, guidance, scheduler, denoise: how.
+        layout, prior: the names of the model and of the sounds, in :data:`LAYOUTS` and
+            :data:`PRIORS`.
+        steps, guidance, scheduler, denoise: how it is sampled.
     """
 
     layout: str
@@ -231,7 +232,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Errors:
-    """What came of a run, for each seed.
+    """The results of a run, for each seed.
 
     Attributes:
         evaluated: in how many steps the network was evaluated.
@@ -255,7 +256,7 @@ def _spread(errors: Sequence[float]) -> str:
 
 
 def errors_of(asked: Run, seeds: Sequence[int]) -> Errors:
-    """What comes of a run with our node, and without it in as many steps as that evaluates."""
+    """The results of a run with our node, and without it in as many steps as ours evaluates."""
     evaluated, ours, fewer = [], [], []
     for seed in seeds:
         plain, _ = asked.sampled(seed)
@@ -272,7 +273,7 @@ def _changes(streams: Sequence[Tensor], plain: Sequence[Tensor]) -> list[float]:
 
 
 def main() -> None:
-    """Ask all runs, and print their rows."""
+    """Make all runs, and print their rows."""
     parser = argparse.ArgumentParser(prog="dev.py bench --sound", description=__doc__)
     parser.add_argument("--scheduler", default="simple")
     parser.add_argument("--denoise", type=float, default=1.0)

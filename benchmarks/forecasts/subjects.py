@@ -27,14 +27,14 @@ class Subject:
 
     Attributes:
         model: the plain model.
-        shape: of its latents.
+        shape: the shape of its latents.
         picture: makes the latent that a run begins with, if it begins with a picture.
         positive, negative, other: three prompts.
         short: the negative prompt in fewer tokens, so that it cannot share a call with the others.
         hint: what a ControlNet adds.
         lora: a LoRA that changes what it paints; empty if there is none.
-        finish: changes the model after all nodes have.
-        difference: how much a latent differs from another one.
+        finish: changes the model after all nodes have changed it.
+        difference: says how much a latent differs from another one.
     """
 
     model: ModelPatcher
@@ -51,12 +51,12 @@ class Subject:
 
 
 FLOW, TRAINED_FLOW = "flow", "trained flow"
-"""The names of what a graph may be run on."""
+"""The names of subjects."""
 
 
 @cache
 def of_name(name: str, is_video: bool = False) -> Subject:
-    """A subject by its name; videos are of a flow."""
+    """A subject by its name; only the exact denoiser has videos."""
     if name == TRAINED_FLOW:
         return trained_flow()
     if is_video:

@@ -53,11 +53,11 @@ class Shape:
     """What a model merges.
 
     Attributes:
-        grid: of the tokens.
-        channels: of a token.
-        heads: of its attention.
+        grid: the grid of the tokens.
+        channels: channels of a token.
+        heads: heads of its attention.
         cell: height and width of a cell.
-        dtype: of the tokens.
+        dtype: the dtype of the tokens.
     """
 
     grid: Grid

@@ -1,7 +1,7 @@
 """UNets under torch.compile: presets against the unpatched model, without and with CUDA graphs.
 
-A compiler takes a minute and more for each, so each has a process of its own: all compile side by
-side, then run in turn.
+A compiler takes a minute or more for each model, so each has a process of its own: all compile side
+by side, then run in turn.
 """
 
 import multiprocessing
@@ -110,7 +110,7 @@ def process_on(device: str) -> Pool:
 
 
 def _ready(record: Record, workers: Mapping[_Way, Pool], cases: Sequence[Case]) -> list[_Way]:
-    """Wait for those that compile in time, end the others, and tell of both."""
+    """Wait for the models that compile in time, end the others, and report both."""
     began = time.monotonic()
     ready = []
     waiting = {way: worker.apply_async(answer, (way, "count")) for way, worker in workers.items()}
@@ -180,7 +180,7 @@ class Compiled:
 
     @torch.no_grad()
     def look(self, is_compiled: bool) -> dict[str, Any]:
-        """The figures of :func:`benchmarks.speed.measure.look`; the error is that of compiling."""
+        """The figures of :func:`benchmarks.speed.measure.look`; errors are against no compiler."""
         return look(self._subject, self._models[is_compiled], self._eager[0])
 
     @torch.no_grad()
@@ -201,7 +201,7 @@ _made: dict[_Way, Compiled] = {}
 
 
 def answer(way: _Way, question: str, *arguments: Any) -> Any:
-    """Call a method of what this process compiles, which it does first.
+    """Call a method of the model that this process compiles, which it compiles first.
 
     Raises:
         RuntimeError: if that fails. Other errors may not survive the way between two processes.

@@ -8,16 +8,20 @@ from statistics import median, quantiles
 from typing import Any
 
 Row = Mapping[str, Any]
-"""What was measured of a method: ``seconds``, one of each round of an evaluation or a whole run.
+"""What was measured of a method: ``seconds``, a list with the time of each round.
 
-If they were measured, also ``gpu_seconds``, those of kernels alone in an evaluation; its
-``launches``; ``peak_bytes``, the most in tensors; ``merged``, such as 5/16 blocks; ``error``, the
-norm of the difference from what the first method computes, over the norm of that; and of a compiler
-the ``graphs`` of the first evaluations, ``breaks`` of graphs, and later ``recompiles``.
+A round is an evaluation or a whole run. Further figures, if they were measured:
+``gpu_seconds``: the seconds of kernels alone in an evaluation.
+``launches``: the kernels that an evaluation launches.
+``peak_bytes``: the most bytes in tensors.
+``merged``: the blocks that merged, such as ``5/16``.
+``error``: the norm of the difference from the first method's output, over the norm of that output.
+``graphs``, ``breaks``, ``recompiles``: the compiler's graphs in the first evaluations, breaks of
+graphs, and graphs made later.
 """
 
 Comparison = Mapping[str, Any]
-"""A ``case``, in words, and its ``rows`` by the name of the method.
+"""A ``case``, in words, and its ``rows``, by the name of the method.
 
 A name may end with a comma and a mode: ``fast, CUDA graphs`` is compared with ``unpatched, CUDA
 graphs``, and ``fast`` with ``unpatched``.
@@ -41,7 +45,8 @@ def spread(values: Sequence[float]) -> tuple[float, float, float]:
 def times_faster(rows: Mapping[str, Row], name: str, figure: str = "seconds") -> float | None:
     """Times faster than unpatched in the same mode, None if both were not measured.
 
-    In ``seconds``, it is the median of the rounds, each by its own unpatched evaluation.
+    For ``seconds``, this is the median over the rounds, each compared with the unpatched time of
+    the same round.
     """
     row, plain = rows[name], rows.get(_unpatched(name), {})
     own, other = row.get(figure), plain.get(figure)
@@ -70,7 +75,7 @@ def gains(comparisons: Sequence[Comparison]) -> dict[str, float]:
 
 
 def table(comparison: Comparison) -> str:
-    """One line for each method, without the columns that none has."""
+    """A table with a line for each method, and a column for each figure that any method has."""
     rows: Mapping[str, Row] = comparison["rows"]
 
     def told(text: str, figure: str, unit: float = 1) -> Callable[[str], str]:

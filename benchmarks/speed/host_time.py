@@ -1,12 +1,12 @@
-"""Time and launches that merging adds on the host: what a GPU waits for, measured without one.
+"""The time and the launches that merging adds on the host, for which a GPU may have to wait.
 
 python3 dev.py bench --host-time [--quick]
 
-The UNets have as many modules as SD 1.5 and SDXL, but so few channels and tokens that an evaluation
-is all Python and calls of operators. The launchers of the Triton kernels run up to the launch,
-which is left out because there is no GPU; it takes 3 to 5 µs more. An evaluation runs between two
-of the unpatched model with the same inputs. The time is the median of its differences from both,
-since other programs make single evaluations much slower.
+It is measured without a GPU. The UNets have as many modules as SD 1.5 and SDXL, but so few channels
+and tokens that an evaluation is all Python and calls of operators. The launchers of the Triton
+kernels run up to the launch, which is left out because there is no GPU; it takes 3 to 5 µs more.
+Each evaluation runs between two of the unpatched model with the same inputs. The time is the median
+of its differences from both, since other programs make single evaluations much slower.
 """
 
 import argparse
@@ -81,8 +81,8 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "fast": _FAST,
     "balanced on torch": {**_BALANCED, "backend": "torch"},
 }
-"""The settings to measure, with the Triton kernels unless they say otherwise. Each step runs, and
-maps of all sizes merge."""
+"""The settings to measure, with the Triton kernels unless they say otherwise. No step is skipped,
+and maps of all sizes merge."""
 
 
 class _Compared(Subject):
@@ -139,7 +139,7 @@ class _Unlaunched:
         return launch
 
     def ran(self, arguments: tuple[Any, ...]) -> None:
-        """Do what makes the rest of the evaluation run as if the kernel had."""
+        """Count a launch, and prepare its results so that the rest of the evaluation can run."""
         start = time.thread_time()
         self.count += 1
         # Leftover numbers in memory may be slow to compute with.
@@ -150,7 +150,7 @@ class _Unlaunched:
 
 
 class _Compiled:
-    """Stands in for what Triton has compiled of a kernel."""
+    """Stands in for a kernel that Triton has compiled."""
 
     def __init__(self, of: _Unlaunched):
         self._of = of
@@ -256,7 +256,7 @@ def measure(kind: str, family: str, rounds: int) -> dict[str, Figures]:
         plain: list[float] = []
 
         def added(name: str) -> float:
-            # Python adapts its code to what runs, and before this other settings ran.
+            # Twice, since Python adapts its code to what runs, and other settings ran before.
             for _ in range(2):
                 # Otherwise garbage of one run would be collected in the next.
                 gc.collect()

@@ -137,8 +137,8 @@ def merged_blocks(model: ModelPatcher) -> tuple[int, int]:
 def look(subject: Subject, model: ModelPatcher, expected: Tensor) -> dict[str, Any]:
     """The figures of a :data:`benchmarks.speed.figures.Row` that take no clock.
 
-    They are those of the second evaluation of a run, after ``expected`` and the first output of the
-    model were compared.
+    The second evaluation of a run is counted. The error is that of the first one's output,
+    compared with ``expected``.
 
     Raises:
         ValueError: the output is not finite.

@@ -19,11 +19,11 @@ from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.presets import settings_of
 
 RATIO = 0.5
-"""The share of the tokens that methods of others merge; ToDo's is always 0.75."""
+"""The share of the tokens that others' methods merge; ToDo's is always 0.75."""
 
 
 def preset(name: str) -> Patch:
-    """What the node makes of a model under a preset."""
+    """What the node does to a model under a preset."""
     return partial(attach, config=ToMeConfig(**settings_of(name, {})))
 
 

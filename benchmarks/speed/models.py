@@ -19,8 +19,8 @@ class Shape:
         family: name of the checkpoint's family.
         options: other arguments of :func:`models.checkpoints.write_checkpoint`.
         context_channels: channels of its text tokens.
-        max_downsample: the levels at which methods of others merge. For SD 1.5 this is the first
-            level. SDXL has no attention there, and most of its blocks are at 4.
+        max_downsample: the deepest level at which others' methods merge. For SD 1.5, it is the
+            first level. SDXL has no attention there, and most of its blocks are at 4.
     """
 
     family: str

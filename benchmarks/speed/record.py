@@ -32,7 +32,7 @@ class Record:
             name: name of the file, without ``.json``.
             command: command of ``dev.py``; its arguments are added.
             folder: where the file goes; None keeps nothing.
-            minutes: nothing else starts after this time.
+            minutes: after this time, nothing more starts.
             device: ``cpu`` or ``cuda``.
             is_dry: whether it only goes through the motions.
         """
@@ -60,8 +60,8 @@ class Record:
         Args:
             case: what is compared, in words.
             seconds: how long it may take; it is skipped if less time is left.
-            measure: makes the rows of :data:`benchmarks.speed.figures.Comparison`; an error is
-                recorded, and other comparisons go on.
+            measure: makes the rows of a :data:`benchmarks.speed.figures.Comparison`. If it raises
+                an error, that is recorded, and other comparisons go on.
         """
         if self.left < seconds:
             self.result["left_out"].append(case)
@@ -83,13 +83,13 @@ class Record:
             torch.cuda.empty_cache()
 
     def fail(self, name: str, error: Exception) -> None:
-        """Keep why something failed."""
+        """Record why something failed."""
         why = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         self.result["failed"][name] = why
         say(f"FAILED: {name}: {why}")
 
     def pace(self, least: int, seconds: float) -> Callable[[int], bool]:
-        """For :func:`benchmarks.rounds.interleaved`: whether there is no time for another round.
+        """A function for :func:`benchmarks.rounds.interleaved`: is there no time for more rounds?
 
         Args:
             least: the least number of rounds, if the limit allows it; a dry run makes one.

@@ -37,7 +37,7 @@ class Model(NamedTuple):
         tiny: its name among the tiny models.
         stack: the name of its list of blocks.
         text: channels of the prompt.
-        settings: what the published model has and the tiny one has not.
+        settings: the settings of the published model that differ from the tiny one's.
     """
 
     tiny: str

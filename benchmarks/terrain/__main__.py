@@ -2,10 +2,10 @@
 
 python3 dev.py bench --terrain [euler | dpmpp_2m] [--version 0.4.1]
 
-It takes ten minutes on one thread. In 8 of 20 steps, the whole network runs. In the others, either
-only the blocks outside of a cut do, and what comes up from inside goes on along the line through
-its last two values over the logarithm of signal to noise; or nothing does, and the answer itself
-goes on along that line.
+It takes ten minutes on one thread. In 8 of 20 steps, the whole network runs. In each of the others,
+it runs either in part or not at all. In part, only the blocks outside of a cut run, and what comes
+up from inside continues the line through its last two values over the logarithm of signal to noise.
+Otherwise, the answer itself continues such a line.
 """
 
 import argparse
@@ -37,14 +37,14 @@ STEPS = 20
 WHOLE = (0, 1, 2, 4, 6, 9, 12, 16)
 """The steps that run the whole network."""
 SHARED = 3
-"""So many steps at the start are whole, and the same for each damping."""
+"""The number of steps at the start that are whole, and so the same for each damping."""
 FEWER = (6, 8, 10, 12, 14, 16)
 CUTS = (0, 1, 2)
 DAMPINGS = (0.0, 0.5, 1.0)
 SAMPLES = 8
 
 Answer = Callable[[Tensor, float, Tensor | None], tuple[Tensor, Tensor]]
-"""The map without noise, and what came up at the cut, from a map, its noise and a stand-in."""
+"""From a map, its noise level and a stand-in: the map without noise, and what came up at a cut."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def work_outside(model: Terrain) -> list[float]:
 
 
 def asking(model: Terrain, cut: int | None) -> Answer:
-    """The network with a cut. Without one, the stand-in is the answer itself."""
+    """The network with a cut; without a cut, a stand-in takes the place of the whole answer."""
     difficulty = torch.linspace(0, 1, SAMPLES)
 
     def ask(x: Tensor, sigma: float, deep: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -32,7 +32,7 @@ _BLOCKS = 4
 _ATTENTION_FROM = 2
 """The first level with self-attention."""
 _HEAD, _GROUPS, _EMBEDDING = 32, 32, 128
-"""Channels of a head, groups of a norm, channels of what tells the noise level."""
+"""Channels of a head, groups of a norm, channels of the embedding of the noise level."""
 
 
 class Residual(nn.Module):
@@ -73,7 +73,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.ModuleList):
-    """Layers in a row, of which all but plain convolutions are told the noise level."""
+    """Layers in a row; all but plain convolutions are told the noise level."""
 
     def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
         for layer in self:
@@ -124,8 +124,8 @@ class Terrain(nn.Module):
             x: a map with noise.
             sigma: the deviation of the noise of each sample, ``[batch]``.
             difficulty: how rough the terrain of each sample is, from 0 to 1, ``[batch]``.
-            cut: how many input blocks after the first are outside. As many output blocks before
-                the last are, too.
+            cut: how many input blocks after the first are outside of the cut, and how many output
+                blocks before the last.
             deep: stands in for what comes up from the blocks inside, which then do not run.
         """
         embedding = self.time_embed(_waves(250 * sigma.log(), _CHANNELS[0]))
@@ -189,7 +189,7 @@ def _waves(times: Tensor, channels: int) -> Tensor:
 def _read(content: bytes) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
     """The named weights of an ONNX file, and scale and shift of its group norms, in their order.
 
-    Those of the norms have lost their names, but they alone are ``[channels, 1, 1]``. Each norm
+    The scales and shifts have lost their names, but only they are ``[channels, 1, 1]``. Each norm
     uses its scale first.
     """
     graph = next(value for field, value in _fields(memoryview(content)) if field == 7)

@@ -84,7 +84,7 @@ def _input(option: Option) -> io.Input:
 
 
 def _validation(caption: Caption) -> Any:
-    """The ``validate_inputs`` of a node. ComfyUI reports what it returns at the model."""
+    """The ``validate_inputs`` of a node. ComfyUI shows its message at the input ``model``."""
 
     def validate_inputs(cls: Any, model: Any = None) -> bool | str:
         return prompt_checks.verdict(caption)
@@ -102,7 +102,7 @@ class ToMePatchModel(io.ComfyNode):
         return _schema(
             PATCH,
             search_aliases=[*_ALIASES, *_WISHES],
-            # Two nodes with the same inputs are both run, as they report their own runs.
+            # Two nodes with the same inputs both run, since each reports its own runs.
             not_idempotent=True,
         )
 

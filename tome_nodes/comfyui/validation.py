@@ -18,7 +18,7 @@ def config_of(settings: str | None = None, **given: Any) -> ToMeConfig:
     """The settings that the inputs of the patch node stand for.
 
     ``settings`` is a JSON object of options, which override ``given``. An empty text counts as not
-    given, and so does "None", which ComfyUI makes of null.
+    given, and so does "None", into which ComfyUI turns null.
 
     Raises:
         OptionError: an option is not allowed, or would have no effect.
@@ -36,7 +36,7 @@ def config_of(settings: str | None = None, **given: Any) -> ToMeConfig:
 
 
 def _options_in(settings: str) -> dict[str, Any]:
-    """The options in the input settings.
+    """The options in the input ``settings``.
 
     Raises:
         OptionError: it is not a JSON object, or has an option that the node does not have.
@@ -104,8 +104,8 @@ def options_of(caption: Caption, inputs: Mapping[str, Any]) -> dict[str, Any]:
 def fault(caption: Caption, inputs: Mapping[str, Any], nodes: Collection[str]) -> str | None:
     """An error message on a node in a prompt, whose values ComfyUI has converted.
 
-    ``nodes`` are the ids of the prompt's nodes. None if there is nothing wrong, or nothing that
-    ComfyUI does not report itself.
+    ``nodes`` are the ids of the prompt's nodes. None if nothing is wrong, or if ComfyUI reports the
+    error itself.
     """
     for slot in caption.inputs:
         value = inputs.get(slot.name)
@@ -116,7 +116,7 @@ def fault(caption: Caption, inputs: Mapping[str, Any], nodes: Collection[str]) -
     for name, value in inputs.items():
         if not is_link(value):
             continue
-        # ComfyUI would follow the link, and drops any other value.
+        # ComfyUI would follow a link to an unknown input; it drops any other value.
         if name not in caption.names:
             return _unknown(caption, name, f"{value}")
         if value[0] not in nodes:

@@ -1,7 +1,7 @@
-"""How an attention function can weigh keys, and a trial of which ways are right for it.
+"""The ways in which an attention function can weigh keys, and a trial of which work for it.
 
-A host may call any function for attention, also one of another node. What it is called decides
-nothing but speed.
+A host may call any function for attention, even one of another node. So each function is tried; its
+name only decides which ways are fast.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,14 +19,14 @@ from ..ops.reference import EXTRA_CHANNELS
 Attention = Callable[..., Tensor]
 
 Way = Literal["mask", "channels"]
-"""How an attention function gets the sizes."""
+"""How an attention function gets the sizes of :mod:`tome_nodes.merging.key_weights`."""
 
 # A mask is the fastest nearly everywhere.
 _ANY: tuple[Way, ...] = ("mask", "channels")
 
-# The ways that are worth it for functions of ComfyUI that are slow in others. With a mask, flash
-# and Sage attention leave the call to PyTorch's, and xformers copies the mask for every query;
-# with more channels, Sage attention needs a larger kernel.
+# For functions of ComfyUI that some way makes slow, the ways that are worth it. With a mask, flash
+# and Sage attention leave the call to PyTorch's, and xformers copies the mask for every query; with
+# more channels, Sage attention needs a larger kernel.
 _WORTH_IT: Mapping[str, tuple[Way, ...]] = {
     "attention_flash": ("channels",),
     "attention_xformers": ("channels",),
@@ -40,8 +40,8 @@ class Tried:
     """What was found out about an attention function.
 
     Attributes:
-        name: what it is called.
-        ways: the ways that weigh keys rightly, the faster first as a rule.
+        name: its name.
+        ways: the ways that weigh keys correctly, the usually faster one first.
     """
 
     name: str
@@ -55,15 +55,15 @@ _results: WeakKeyDictionary[Attention, dict[tuple[torch.device, torch.dtype], Tr
 
 
 def try_out(function: Attention, device: torch.device, dtype: torch.dtype) -> Tried:
-    """What trying an attention function on tiny tensors of a device and dtype shows, once.
+    """Try an attention function on tiny tensors of a device and dtype, if it was not tried before.
 
     Raises:
-        torch.OutOfMemoryError: the device has no room for them.
+        torch.OutOfMemoryError: the device has no room for these tensors.
     """
     try:
         results = _results.setdefault(function, {})
     except TypeError:
-        # Other code may call anything for attention, also what no weak reference can be made to.
+        # Other code may use an object for attention that cannot be referenced weakly.
         results = {}
     place = device, dtype
     if place not in results:
@@ -88,8 +88,9 @@ def in_channels(
 ) -> Tensor:
     """Attention whose logits get the sizes from extra channels in queries and keys.
 
-    ``func`` divides the logits by the root of the channels of a head, which are now more. Queries
-    are scaled to make up for that. ``widen`` adds the channels, and ``sizes`` is ``[batch, keys]``.
+    ``func`` divides the logits by the square root of the number of channels of a head, which is now
+    larger. Queries are scaled to make up for that. ``widen`` adds the channels, and ``sizes`` is
+    ``[batch, keys]``.
     """
     q, k, v = (flat(x, skip_reshape) for x in (q, k, v))
     channels = q.shape[2] // heads
@@ -117,13 +118,13 @@ _BATCH, _HEADS, _CHANNELS, _TOKENS, _COPIES = 2, 2, 64, 16, 32
 """The sizes of a trial. Many kernels know only heads of 64 or 128 channels."""
 
 _SHARE = 0.1
-"""The most that may be left of the error of keys that are not weighed. In half precision, or in
-int8, some is left."""
+"""A way works if its error is less than this share of the error without weights. In half precision
+and in int8, some error remains."""
 
 
 @torch.no_grad()
 def _is_right(function: Attention, way: Way, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a key that a function weighs counts as often as the keys that it stands for do."""
+    """Whether a weighed key counts as much as all the keys that it stands for."""
 
     def tensors() -> tuple[Tensor, Tensor, Tensor]:
         generator = torch.Generator().manual_seed(0)
@@ -131,13 +132,13 @@ def _is_right(function: Attention, way: Way, device: torch.device, dtype: torch.
         q, k, v = torch.randn(shape, generator=generator).to(device, dtype)
         return q, k, v
 
-    # Another key of each sample stands for many.
+    # In each sample, a different key stands for many.
     samples, heavy = torch.arange(_BATCH), torch.arange(_BATCH) + 3
     sizes = torch.ones(_BATCH, _TOKENS)
     sizes[samples, heavy] = 1 + _COPIES
     sizes = sizes.log().to(device, dtype)
     try:
-        # New tensors each time, as a function may write to its own.
+        # New tensors each time, since a function may write to its arguments.
         q, k, v = tensors()
         keys, values = (
             torch.cat([x, x[samples, heavy][:, None].expand(-1, _COPIES, -1)], 1) for x in (k, v)
@@ -152,5 +153,5 @@ def _is_right(function: Attention, way: Way, device: torch.device, dtype: torch.
     except torch.OutOfMemoryError:
         raise
     except Exception:
-        # Code of others may raise any error where it does not take a mask, or so many channels.
+        # Other code may raise any error if it does not take a mask, or so many channels.
         return False

@@ -56,7 +56,7 @@ class Block:
 
     @cached_property
     def covered(self) -> tuple[str, ...]:
-        """The paths of the blocks that its outcome is about where stacks are overridden as one."""
+        """The paths of the blocks that its outcome describes if stacks are overridden as one."""
         return (self.name,)
 
     @property
@@ -68,8 +68,10 @@ class Block:
 
     @cached_property
     def stored(self) -> Attention | None:
-        """The attention function that is stored with its self-attention, which the host calls
-        unless something replaces it; None if none is."""
+        """The attention function that is stored with its self-attention; None if none is.
+
+        The host calls this function unless something replaces it.
+        """
         return None
 
     def note_unweighted(self, reason: str | None) -> None:
@@ -91,14 +93,14 @@ class Block:
         return KeyWeights(sizes, engine.strategy.ops, engine.ways, self.note_unweighted)
 
     def is_large_enough(self, grid: Grid) -> bool:
-        """Whether a grid has enough tokens to merge; if not, it is noted."""
+        """Whether a grid has enough tokens to merge; if not, this is noted."""
         if grid.tokens >= self.model.least_tokens:
             return True
         self.outcome.grid, self.outcome.reason = grid, None
         return False
 
     def plan_of(self, features: Tensor, grid: Grid, growth: Growth = EVEN) -> Plan | None:
-        """A plan at the ratio of the current step, which grows with the grid.
+        """A plan at the ratio of the current step; ``growth`` adapts it to the size of the grid.
 
         None if nothing is to merge; :meth:`ModelState.why_no_plan` says why.
         """

@@ -26,7 +26,7 @@ def is_left_uncompiled() -> bool:
 def has_no_more_graphs(error: Exception) -> bool:
     """Whether an error says that the compiler may make no more graphs.
 
-    False before PyTorch 2.6, which cannot run a model with the graphs so far.
+    False before PyTorch 2.6: earlier versions cannot run a model with only the graphs that it has.
     """
     # By name, as importing the compiler takes seconds.
     is_full = type(error).__name__ == "FailOnRecompileLimitHit"
@@ -34,7 +34,7 @@ def has_no_more_graphs(error: Exception) -> bool:
 
 
 def with_graphs_so_far(call: Callable[[], Result]) -> Result:
-    """The result of a call that makes no graphs, but may use the graphs so far."""
+    """The result of a call that may use the graphs so far, but makes no new ones."""
     # ``set_stance`` raises within a compiled frame, so that is left first. Compiled models within
     # the call keep to the stance.
     within = eval_frame.set_eval_frame(False)

@@ -1,4 +1,4 @@
-"""The deep blocks of a UNet in evaluations that keep what comes up from them, or leave them out."""
+"""The deep blocks of a UNet: run them and keep their features, or leave them out and give those."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ from .overrides import Forward, Override, Overrides
 
 
 class Before(NamedTuple):
-    """What was going on before an evaluation, within which another one may run."""
+    """The state before an evaluation, which may run within another one."""
 
     overrides: Overrides | None
     given: Tensor | None
@@ -28,11 +28,11 @@ class DeepBlocks:
         """Prepare to leave blocks out.
 
         Args:
-            stand_ins: what blocks, or their layers, run in place of their own methods where they
-                are left out, all but the last.
-            last: the last layer of the deep blocks. Its first argument and what it returns is a
-                feature map, ``[samples, channels, height, width]``; alone, or in a tuple if it is
-                called with ``return_dict=False``.
+            stand_ins: what blocks, or their layers, run in place of their own methods while they
+                are left out; for all but the last layer.
+            last: the last layer of the deep blocks. Its first argument and its result are feature
+                maps, ``[samples, channels, height, width]``; the result is in a tuple if the layer
+                is called with ``return_dict=False``.
         """
         self.modules = frozenset(
             part
@@ -49,10 +49,10 @@ class DeepBlocks:
         self._now: Overrides | None = None
 
     def begin(self, given: Tensor | None) -> Before:
-        """Begin an evaluation, which is to be ended whatever happens.
+        """Begin an evaluation. Call :meth:`end` with the result, whatever happens in between.
 
-        ``given`` takes the place of what would come up from the deep blocks; they run if it is
-        None. Returns what :meth:`end` is to be called with.
+        ``given`` are the features to use instead of running the deep blocks, ``[samples, channels,
+        height, width]``. If it is None, the blocks run.
         """
         before = Before(self._now, self._given, self._came, self._times)
         if self._now is not None:
@@ -67,7 +67,7 @@ class DeepBlocks:
         return before
 
     def end(self, before: Before) -> None:
-        """End an evaluation; one within which it ran goes on."""
+        """End an evaluation; if it ran within another one, that one goes on."""
         if self._now is not None:
             self._now.take_off()
         self._now, self._given, self._came, self._times = before
@@ -76,7 +76,7 @@ class DeepBlocks:
 
     @property
     def came(self) -> Tensor | None:
-        """What has come up in an evaluation, ``[samples, channels, height, width]``.
+        """The features of an evaluation, ``[samples, channels, height, width]``.
 
         None if the blocks have not run, or more than once.
         """
@@ -84,7 +84,7 @@ class DeepBlocks:
 
     def _give(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         assert self._given is not None
-        # What follows may change it in place.
+        # Later layers may change it in place.
         given = self._given.clone()
         return (given,) if kwargs.get("return_dict") is False else given
 
@@ -92,7 +92,7 @@ class DeepBlocks:
         def run(*args: Any, **kwargs: Any) -> Any:
             answer = forward(*args, **kwargs)
             h: Tensor = answer[0] if isinstance(answer, tuple) else answer
-            # What follows may change it in place.
+            # Later layers may change it in place.
             self._came = h.clone()
             self._times += 1
             return answer
@@ -101,6 +101,6 @@ class DeepBlocks:
 
 
 def no_channels(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """What a layer gives that is left out: a map of no channels, so that skips cost nothing."""
+    """What a left-out layer returns: a map without channels, so that skip connections are free."""
     nothing = x[:, :0]
     return (nothing,) if kwargs.get("return_dict") is False else nothing

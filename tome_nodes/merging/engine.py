@@ -24,7 +24,7 @@ class Engine:
         strategy: groups the tokens.
         why_torch: why the backend is torch where Triton could be expected; else None.
         error: the error of the device if it cannot merge at all; else None.
-        ways: which ways attention functions take on the device. Blocks read it here, since asking
+        ways: how attention functions weigh keys on the device. Blocks read it here, since asking
             the device would break the graph of a compiled model.
     """
 

@@ -22,7 +22,7 @@ class Evaluation:
         step: the number of its step in the run, from 0.
         progress: how far the ratio is on its way from ``ratio`` to ``ratio_end``, from 0 to 1.
         picks: decides the random picks, together with the seed; not negative.
-        latent: the grid at level 1: the latent's, or that of the evaluated part.
+        latent: the grid at level 1, which is that of the latent or of its evaluated part.
         device: the device on which the blocks will run.
         dtype: the dtype of their tokens.
         is_active: whether it is between ``start_percent`` and ``end_percent``.
@@ -35,9 +35,9 @@ class Evaluation:
         ratio: the ratio of its step.
         deepest: how many times smaller than the latent the smallest grid that merges is.
         by_stack: whether a stack whose blocks share a plan is overridden as one: only its first
-            block, its last, and the attentions whose keys merge.
+            block, its last block, and the attentions whose keys merge get overrides.
         is_uncompiled: whether the compiler of the model had no graph for it, and made none.
-        outer: the evaluation of the same model within which it runs; else None.
+        outer: the evaluation of the same model that this one runs within; else None.
         blocks: number of blocks of the model, whether they ran or not.
         outcomes: the outcomes of the blocks that ran, in the order of the model.
     """
@@ -75,7 +75,7 @@ class Evaluation:
 
 @dataclass(eq=False)
 class Outcome:
-    """What one block did in one model evaluation, or all blocks of a stack that ran as one.
+    """What one block, or all blocks of a stack that ran as one, did in one model evaluation.
 
     The block writes it while it runs, one attribute at a time, which torch.compile can trace. The
     observer gets it once the evaluation is over.
@@ -86,16 +86,16 @@ class Outcome:
             if none of its attentions was reached.
         plan: the plan of what merged last; None if nothing merged.
         grid: the grid for which a plan was to be made; None if none was.
-        reason: why it ran on all tokens; None if it merged or the settings leave it out, or, until
-            the evaluation is over, if there is no plan of its grid.
-        only_keys: whether what merged is only keys and values, as a preset has it at levels with
-            most tokens.
-        left_out: why an attention ran on all tokens although it was to merge, as other code is in
-            the way; None if none did.
+        reason: why the block ran on all tokens. None if it merged, or if the settings leave it out;
+            until the evaluation is over, also if there is no plan of its grid.
+        only_keys: whether only keys and values merged, as presets decide for the levels with most
+            tokens.
+        left_out: which other code made an attention run on all tokens that was to merge; None if
+            none did.
         unweighted_reason: why a merged key weighed only as much as one token; None if it weighed
             more.
-        is_patched: whether only its modules merged although the scope is stacks, as other code
-            patches the block.
+        is_patched: whether only its modules merged, although the scope is stacks, because other
+            code patches the block.
         has_run: whether the model called it.
     """
 
@@ -121,7 +121,7 @@ class Outcome:
         self.before, self.plan = tokens, plan
 
     def complete(self) -> None:
-        """Drop what does not count in the end."""
+        """Drop what does not count once the evaluation is over."""
         if self.plan is None:
             self.unweighted_reason, self.is_patched = None, False
         else:
@@ -151,13 +151,13 @@ class Observer:
 
 
 class ModelState:
-    """What the blocks of a model go by: the settings, and the evaluation that goes on.
+    """What the blocks of a model share: the settings, and the current evaluation.
 
     Attributes:
         model: the model itself.
         config: the settings.
         observer: follows the evaluations.
-        shallowest: how many times smaller than the latent the largest grid with blocks is.
+        shallowest: the level of the largest grid with blocks.
         least_tokens: the smallest grid that merges, in tokens.
         evaluation: the current evaluation; None between evaluations.
     """
@@ -184,7 +184,7 @@ class ModelState:
     def why_no_plan(self, grid: Grid, ratio: float) -> reasons.Reason:
         """The reason to report if there is no plan of a grid.
 
-        While a model is compiled, its numbers cannot be put into words.
+        Not to be called within a compiled model, where numbers cannot be put into words.
         """
         config = self.config
         if grid.tokens < self.least_tokens:

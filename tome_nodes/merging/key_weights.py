@@ -2,8 +2,8 @@
 
 If a merged key stands for n equal keys, adding log n to its logits gives the same softmax as the n
 keys would. These logarithms, called *sizes* here, are added by a mask, or by extra channels in
-queries and keys. Which of the two is used depends on the function, which is tried first, the
-channels of a head and the device, all known before the model runs.
+queries and keys. Which of the two it is depends on the function (which is tried first), the
+channels of a head, and the device. All of these are known before the model runs.
 """
 
 from collections.abc import Callable, Iterable
@@ -70,13 +70,13 @@ def capabilities(device: torch.device, dtype: torch.dtype) -> Capabilities:
 
 @dataclass(eq=False)
 class Ways:
-    """Which ways attention functions take on one device in one dtype.
+    """How attention functions weigh keys on one device, in one dtype.
 
     Attributes:
         device: the device.
         dtype: the dtype.
         capable: what the device runs.
-        known: what trying functions has shown.
+        known: the results of the functions that were tried.
     """
 
     device: torch.device
@@ -85,7 +85,7 @@ class Ways:
     known: dict[Attention, Tried] = field(default_factory=dict)
 
     def prepare(self, functions: Iterable[Attention]) -> None:
-        """Try functions before a model runs; where it is compiled, none can be tried.
+        """Try functions before a model runs; within a compiled model, none can be tried.
 
         Raises:
             torch.OutOfMemoryError: the device has no room for tiny tensors.
@@ -105,7 +105,7 @@ def way_of(
     flash: from 64 to 96 channels, half as much again.
 
     Args:
-        tried: what trying the function has shown.
+        tried: the result of trying the function.
         head_channels: the number of channels of a head.
         capable: what the device runs.
         by_head: whether queries and keys come by head, so that extra channels need a copy.
@@ -124,15 +124,15 @@ def way_of(
 
 @dataclass(eq=False)
 class KeyWeights:
-    """What the merged keys of one attention weigh, or of all self-attentions of a stack.
+    """What merged keys weigh in one attention, or in all self-attentions of a stack.
 
     Attributes:
         sizes: ``[batch, keys]`` in the dtype of the keys, to add to their logits.
         ops: the operations that add extra channels.
-        ways: which ways attention functions take on the device.
-        note: called with the reason why the keys weigh as one token each, or with None if they do
-            not.
-        mask: the sizes as a mask, once it was needed.
+        ways: how attention functions weigh keys on the device.
+        note: called with the reason why each key weighs as one token, or with None if keys are
+            weighed.
+        mask: the sizes as a mask; None until it is needed.
         masked: the attention functions that take this mask.
     """
 
@@ -195,7 +195,7 @@ def attend(
     def ours(
         q: Tensor, k: Tensor, v: Tensor, heads: int, mask: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
-        # A mask of their own is used as it is.
+        # If the other code passes a mask of its own, it is used as it is.
         if mask is not None and mask is not given:
             return func(q, k, v, heads, mask=mask, **kwargs)
         if not fits(weights, k):
@@ -219,7 +219,7 @@ def weighed(
 ) -> Tensor:
     """Call ``func`` with the sizes added to its logits, in the way that is fastest for it.
 
-    ``bias`` is the mask without the sizes, and ``mask`` the one with them if it is there already.
+    ``bias`` is the mask without the sizes; ``mask`` is the mask with them, or None to make it.
     """
     by_head = bool(kwargs.get("skip_reshape"))
     head_channels = q.shape[-1] if by_head else q.shape[-1] // heads

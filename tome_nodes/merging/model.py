@@ -1,4 +1,4 @@
-"""A patched model: its blocks, and the evaluation that goes on."""
+"""A patched model: its blocks, and the current evaluation."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,8 +32,10 @@ class ModelFamily(Protocol):
         """What an evaluation of a model with these blocks costs; None if that is not known."""
 
     def attentions(self) -> Iterable[Attention]:
-        """The attention functions that the host now calls for models; empty if it has its own way
-        to weigh keys."""
+        """The attention functions that the host calls for models at present.
+
+        Empty if the host weighs keys in its own way.
+        """
 
 
 class PatchedModel(ModelState):
@@ -42,8 +44,8 @@ class PatchedModel(ModelState):
     Attributes:
         family: what is known about models of its kind.
         blocks: all its blocks.
-        max_downsample: how many times smaller than the latent the smallest grid that merges is;
-            ``auto`` is resolved. Large ones may be deeper, see :meth:`deepest`.
+        max_downsample: the level of the smallest grid that merges; never ``auto``. Large grids
+            merge at deeper levels, too, see :meth:`deepest`.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class PatchedModel(ModelState):
         ]
 
     def deepest(self, latent: Grid) -> int:
-        """How many times smaller than a latent the smallest grid that merges is."""
+        """The level of the smallest grid that merges, for a latent of this size."""
         if latent not in self._deepest:
             least = max(self.config.policy.deeper_from, self.least_tokens)
             large = [level for level in self._levels if latent.downsampled(level).tokens >= least]
@@ -85,9 +87,9 @@ class PatchedModel(ModelState):
         return self._work.saved(self.config, latent, self.least_tokens, self.deepest(latent))
 
     def too_little(self, latent: Grid) -> reasons.Reason | None:
-        """Why nothing merges in any block, as too little would; None if something may.
+        """The reason if no block merges because too little would; None if something may merge.
 
-        Only some presets go by the work that is saved.
+        Only some presets ask how much work is saved.
         """
         least_saved = self.config.policy.least_saved
         if latent not in self._too_little:
@@ -181,7 +183,7 @@ class PatchedModel(ModelState):
 
 
 def deepest_level(config: ToMeConfig, blocks_by_level: Mapping[int, int]) -> int:
-    """How many times smaller than the latent a grid may be to be merged.
+    """The deepest level at which grids of any allowed size merge.
 
     ``blocks_by_level`` is the number of blocks by :attr:`Stack.level`; not empty.
     """

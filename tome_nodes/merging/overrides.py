@@ -20,7 +20,7 @@ a few graphs of a code object."""
 
 
 class Overrides:
-    """What modules run instead of their own methods, in one thread, while it is installed.
+    """What modules run instead of their own methods, in one thread, while it is on.
 
     Overrides are made once and used again, unless other code has changed what a module runs.
     """
@@ -33,7 +33,7 @@ class Overrides:
         self._thread: int | None = None
 
     def put_on(self) -> None:
-        """Put the overrides on; whoever does so takes them off again."""
+        """Put the overrides on. The caller has to take them off again."""
         if not self._still_fit():
             self._place()
         self._thread = get_ident()
@@ -78,7 +78,7 @@ class Overrides:
         return bool(classes) and all(getattr(*place) is method for place, method in classes)
 
     def _in_this_thread(self, module: nn.Module, name: str, own: Forward) -> Forward:
-        """An override that applies in one thread; others may run an unpatched clone."""
+        """An override that applies in one thread, since others may run an unpatched clone."""
         plain = getattr(module, name)
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -96,7 +96,7 @@ class _Placed(NamedTuple):
     """An override, with what it replaces.
 
     Attributes:
-        attributes: those of the module that gets it.
+        attributes: the attributes of the module that gets it.
         name: the method that it replaces.
         method: what the module is to run.
         before: what the module itself had under this name; None if only its class had it.

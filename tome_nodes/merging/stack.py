@@ -11,7 +11,7 @@ from .key_weights import KeyWeights
 
 @dataclass(eq=False)
 class StackPass:
-    """One pass of a feature map through a stack. It is made anew for each.
+    """One pass of a feature map through a stack.
 
     Attributes:
         shape: the shape of the feature map, ``[batch, channels, height, width]``.

@@ -36,21 +36,22 @@ class UNetCalls:
         needs_all_tokens: whether something in a block needs all tokens; called with the block, its
             index in the stack, and the block's arguments after the tokens.
         masks: the keyword arguments of an attention that are masks over its tokens.
-        source: the keyword argument of an attention for the source of keys and values; empty if
-            the attention takes ``context`` and ``value``.
-        weigh_keys: returns the keyword arguments with which a self-attention weighs its keys;
-            called with its keyword arguments, the weights and what ``stored`` returned. None if
-            the host has no way to do that.
-        weigh_stack: returns the arguments of a stack, after its feature map, with which all its
-            self-attentions weigh their keys by :attr:`StackPass.keys`; called with the pass, what
-            ``stored`` returned for all its attentions, and the arguments. None if the host has no
-            way to do that.
-        in_the_way: returns why an attention runs on all tokens, called with the attention; None if
-            it may run on merged ones. None if every attention of the host may.
-        shapes: returns the shapes of the feature map and of the latent, where the host passes them
-            on; called with the block's arguments after the tokens. None if a stack is called with
-            its feature map instead.
-        stored: returns the attention function that is stored with an attention, None if none is.
+        source: the name of the keyword argument with the source of keys and values; empty if
+            attentions take ``context`` and ``value``.
+        weigh_keys: makes a self-attention weigh its keys. Called with its keyword arguments, the
+            weights and what ``stored`` returned; returns the keyword arguments to use instead. None
+            if the host has no way to do that.
+        weigh_stack: makes all self-attentions of a stack weigh their keys by
+            :attr:`StackPass.keys`. Called with the pass, what ``stored`` returned for all its
+            attentions, and the stack's arguments after its feature map; returns the arguments to
+            use instead. None if the host has no way to do that.
+        in_the_way: called with an attention; returns why it has to run on all tokens, or None if it
+            may run on merged ones. None in place of a function if every attention of the host may.
+        shapes: called with the block's arguments after the tokens; returns the shapes of the
+            feature map and of the latent, each None where the host does not pass it on. None in
+            place of a function if stacks are called with their feature maps instead.
+        stored: called with an attention; returns the attention function that is stored with it, or
+            None.
     """
 
     attends_to_text: Callable[[Any], bool]
@@ -92,7 +93,7 @@ class UNetBlock(Block):
 
     @property
     def _is_covered(self) -> bool:
-        """Whether its stack can run on merged tokens with nothing overridden between its ends."""
+        """Whether its stack can run on merged tokens with no overrides between its ends."""
         can_weigh = self.calls.weigh_stack is not None and len(self._stored_in_stack) == 1
         return self._shares_plan and not self.merges_only_keys and can_weigh
 
@@ -138,7 +139,7 @@ class UNetBlock(Block):
         return overrides
 
     def _run_stack(self, forward: Forward, weighs: bool) -> Forward:
-        """The forward of the stack; ``weighs`` is whether all its keys are weighed at once."""
+        """The forward of the stack; ``weighs`` says whether all its keys are weighed at once."""
         stack = self.stack
         weigh = self.calls.weigh_stack if weighs else None
         stored = next(iter(self._stored_in_stack)) if weighs else None
@@ -155,7 +156,7 @@ class UNetBlock(Block):
         return stack_forward
 
     def _run_block(self, forward: Forward) -> Forward:
-        """The forward of the block, which merges what it is to merge."""
+        """The forward of the block, with merging where the settings ask for it."""
 
         def block_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             shared = self.stack.current
@@ -229,7 +230,7 @@ class UNetBlock(Block):
             outcome.reason = reasons.ATTENTION_REPLACED
 
     def _plan_of_modules(self, shared: StackPass | None, x: Tensor, grid: Grid) -> Plan | None:
-        """The plan of what merges in the modules; where only keys do, that of the stack."""
+        """The plan of what merges in the modules; the plan of the stack where only keys merge."""
         if shared is not None and shared.plan is not None and shared.plan.fits(x):
             self.outcome.grid = grid
             return shared.plan
@@ -259,7 +260,7 @@ class UNetBlock(Block):
     ) -> Grid | None:
         """The grid of the block's tokens; None if they may not merge.
 
-        Why is noted, except at a level that the settings leave out. ``args`` and ``kwargs``
+        The reason is noted, except at a level that the settings leave out. ``args`` and ``kwargs``
         are the block's arguments after the tokens.
         """
         evaluation, shapes, count = self.evaluation, self.calls.shapes, x.shape[1]
@@ -274,7 +275,7 @@ class UNetBlock(Block):
         height, width = shape[-2:]
         times = evaluation.deepest
         if shapes is None:
-            # The sizes of the evaluation are numbers, for each of which a compiler makes a graph.
+            # Not by the evaluation's sizes: the compiler would make a graph for each.
             is_deeper = self.stack.level > times
         else:
             tall, wide = evaluation.latent[:2] if latent is None else latent[-2:]
@@ -424,7 +425,7 @@ class UNetBlock(Block):
         return self.calls.weigh_keys(kwargs, weights, self.stored)
 
     def _has_other_keys(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether other code gives the keys of a self-attention, where the host does not."""
+        """Whether other code passes keys to a self-attention; the host passes none."""
         return bool(args) or kwargs.get(self.calls.source) is not None
 
     def _takes(
@@ -435,10 +436,10 @@ class UNetBlock(Block):
         attention: Any,
         args: tuple[Any, ...] = (),
     ) -> bool:
-        """Whether a module can run on ``x`` merged by the plan; noted in the outcome.
+        """Whether a module can run on ``x`` merged by the plan; the outcome notes the answer.
 
-        ``attention`` is the module, None if it is none, and ``args`` are the positional arguments
-        of a self-attention after the tokens.
+        ``attention`` is the module, or None for a feed-forward network. ``args`` are the positional
+        arguments of a self-attention after the tokens.
         """
         outcome, calls = self.outcome, self.calls
         reason = None

@@ -18,8 +18,7 @@ from ..strategies.plan import Grid
 from ..strategies.strategy import Strategy
 
 Layer = tuple[str, nn.Module, int]
-"""A module of a UNet: its path, itself, and how many times smaller than the latent its output
-is."""
+"""A module of a UNet: its path, the module itself, and the level of its output."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +27,13 @@ class BlockWork:
 
     Attributes:
         level: how many times smaller than the latent its feature map is.
-        channels: the channels of all heads of self-attention; 0 if it attends to text instead.
         only_keys: whether a preset merges only its keys and values.
-        queries: for each token, in the linear layers of queries and output of self-attention.
-        keys: for each token, in the linear layers of its keys and values.
-        cross: for each token, in the linear layers of cross-attention, without those of the text.
-        mlp: for each token, in the feed-forward network.
+        channels: the channels of all heads of self-attention; 0 if it attends to text instead.
+        queries: multiplications for each token in the linear layers for the queries and the output
+            of self-attention.
+        keys: the same in those for its keys and values.
+        cross: the same in those of cross-attention, without the layers that see only text.
+        mlp: the same in the feed-forward network.
     """
 
     level: int
@@ -45,7 +45,7 @@ class BlockWork:
     mlp: int
 
     def on(self, queries: float, keys: float, cross: float, mlp: float) -> float:
-        """The multiplications on so many tokens in each part."""
+        """The multiplications if each part runs on this many tokens."""
         attention = 2 * queries * keys * self.channels
         linear = self.queries * queries + self.keys * keys + self.cross * cross + self.mlp * mlp
         return attention + linear
@@ -74,11 +74,11 @@ class Work:
     """The multiplications of an evaluation of a UNet.
 
     Attributes:
-        blocks: those of its transformer blocks.
+        blocks: the multiplications of its transformer blocks.
     """
 
     def __init__(self, layers: Iterable[Layer], blocks: Sequence[BlockWork]):
-        """Count, given the ``layers`` of the UNet and its transformer ``blocks``."""
+        """Count what the ``layers`` of the UNet do beside its transformer ``blocks``."""
         self.blocks = blocks
         self._elsewhere: Counter[int] = Counter()
         for name, module, level in layers:
@@ -136,6 +136,6 @@ def has_projections(block: Any) -> bool:
 
 
 def _linear(module: nn.Module) -> int:
-    """The multiplications of the linear layers of a module, for a token."""
+    """The multiplications of the linear layers of a module for one token."""
     layers = (layer for layer in module.modules() if isinstance(layer, nn.Linear))
     return sum(layer.in_features * layer.out_features for layer in layers)

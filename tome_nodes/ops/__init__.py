@@ -27,8 +27,8 @@ def resolve(backend: str, device: torch.device, dtype: torch.dtype) -> tuple[str
         dtype: dtype of the tokens.
 
     Returns:
-        The backend, and why it is ``torch`` although ``triton`` was asked for, or ``auto`` on a
-        GPU. Otherwise the reason is None.
+        The backend, and a reason if it is ``torch`` although the settings ask for ``triton``, or
+        for ``auto`` on a GPU; otherwise the reason is None.
     """
     if backend == "torch" or (backend == "auto" and device.type != "cuda"):
         return "torch", None

@@ -1,4 +1,4 @@
-"""The record of operations that a backend provides."""
+"""The operations that a backend provides."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ Operation = Callable[..., Any]
 
 
 class KernelFailed(Exception):
-    """A kernel cannot be compiled or launched, and the reference has no function in its place."""
+    """A kernel cannot be compiled or launched, and plain torch has no function in its place."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,6 @@ class Operations:
 
     def without_fallback(self) -> "Operations":
         """The same, but a kernel that fails raises its error."""
-        # What a launcher is wrapped in gives way to torch.
+        # The wrapper around a launcher falls back to torch.
         parts = {name: getattr(part, "__wrapped__", part) for name, part in vars(self).items()}
         return Operations(**parts)

@@ -34,7 +34,7 @@ def merge_map(slots: np.ndarray, picture: np.ndarray | None = None, frame: int =
         picture: ``[height, width, channels]`` float from 0 to 1, of any size. A group gets its
             mean colour, and unmerged tokens show the picture itself. Without a picture, groups
             have arbitrary colours, and unmerged tokens are dark.
-        frame: which frame to draw, from 0. Its tokens may have merged with tokens of others.
+        frame: which frame to draw, from 0. Its tokens may have merged with those of other frames.
     """
     merged = (np.bincount(slots.ravel()) > 1)[slots[frame]]
     slots = slots[frame]
@@ -61,7 +61,7 @@ def merge_map(slots: np.ndarray, picture: np.ndarray | None = None, frame: int =
 def steps(is_skipped: Sequence[bool], ran: str, skipped: str) -> np.ndarray:
     """Draw the steps of a run as a row of squares, with skipped ones in another colour.
 
-    Below stands what the colours mean: a step in which the model ``ran``, and one ``skipped``.
+    The texts ``ran`` and ``skipped`` say below what the two colours mean.
     """
     canvas, draw = _canvas(_WIDTH, 69)
     pitch = min(40.0, _WIDTH / len(is_skipped))

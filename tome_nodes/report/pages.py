@@ -65,8 +65,7 @@ def report_of(
         run: the record of the run.
         view: one of the choices of :data:`tome_nodes.settings.options.VIEW`. If the run has
             nothing to show in this view, the picture says why.
-        level: which feature maps to draw, by how many times smaller than the latent they are; -1
-            for the largest.
+        level: the level of the feature maps to draw; -1 for the largest maps.
         step: which step to draw, counted from 1; -1 for the last that merged.
         frame: which frame of a video's latent to draw, counted from 1; -1 for the middle one.
         pictures: ``[count, height, width, channels]`` float from 0 to 1, the decoded picture or
@@ -217,7 +216,7 @@ def _map(
 
 
 def _absent(name: str, value: int, there: Iterable[int]) -> np.ndarray:
-    """A page that says that there is no such map, and which there are."""
+    """A page that says that there is no such map, and lists those that there are."""
     numbers = sorted(there)
     listed = " or ".join(map(str, numbers))
     if len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1:

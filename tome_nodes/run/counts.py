@@ -14,11 +14,10 @@ class Counts:
         total_steps: number of steps of the run, 0 if the host does not know it.
         blocks_present: number of transformer blocks of the model.
         frames: number of frames in the latent; 1 for a picture.
-        merged: by the size in tokens of a feature map and the block that merged it, to how many
-            tokens.
-        merged_only_keys: whether a preset had any block merge only keys and values.
+        merged: to how many tokens each block merged, by the number of tokens before, then by block.
+        merged_only_keys: whether any block merged only keys and values, as a preset decides.
         patched_blocks: the blocks that merged only in their modules although the scope is stacks.
-        left_out: by the reason, the blocks with an attention that ran on all tokens, as other code
+        left_out: by reason, the blocks with an attention that ran on all tokens because other code
             is in the way.
         unweighted_reasons: why merged keys weighed as one token each.
         merged_steps: the steps that merged anything.

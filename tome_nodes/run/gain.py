@@ -27,9 +27,10 @@ class Gain:
 
 
 def _medians(begun: Mapping[int, float], steps: Set[int]) -> tuple[float, float] | None:
-    """The median seconds of some steps, and of the others; None if it is not known of both.
+    """The median seconds of some steps, and of the others; None if one of them is not known.
 
-    The last step has no end, and the first, when a device warms up, does not count.
+    The first step does not count, since a device warms up in it, nor does the last, whose end is
+    not known.
     """
     kinds: tuple[list[float], list[float]] = [], []
     for (step, start), (_, end) in [*pairwise(begun.items())][1:]:
@@ -47,10 +48,13 @@ def gain_of(
 ) -> Gain:
     """What a run gained by merging, forecasts or shallow steps.
 
-    ``begun`` is when each of its steps began on the device, in seconds.
-    ``saved`` is the share of the multiplications that a merged step saves, None if that is not
-    known. ``shallowest`` is how many times smaller than the latent the largest feature map with
-    attention is. ``gpu_waited`` is whether the GPU waited for its CPU.
+    Args:
+        counts: what merged and was skipped.
+        config: the settings.
+        begun: when each step began on the device, in seconds.
+        saved: the share of the multiplications that a merged step saves; None if it is not known.
+        shallowest: the level of the largest feature map with attention.
+        gpu_waited: whether the GPU waited for its CPU.
     """
     steps = counts.skipped_steps or counts.merged_steps
     kinds = _medians(begun, steps)

@@ -9,11 +9,11 @@ from .counts import Counts
 
 
 def log_line(counts: Counts, config: ToMeConfig, backend: Sequence[str] = ()) -> str:
-    """The log line of a run, or of the first call of a kind: what merged, and whether it helped.
+    """The log line of a run, or of the first call of its kind: what was merged and skipped.
 
     For example ``merged 5/16 blocks (4096 -> 2048 tokens), 20/20 steps, ratio 0.50``, or
-    ``forecast 2/8 steps (4, 7)``, counted from 1, or ``shallow 11/20 steps``. ``backend`` is given
-    in words, if it is not plain torch as expected.
+    ``forecast 2/8 steps (4, 7)``, counted from 1, or ``shallow 11/20 steps``. ``backend`` is the
+    backend in words; empty if it is plain torch, as expected.
     """
     done = []
     if counts.merged:
@@ -81,7 +81,7 @@ def sizes(counts: Counts, unit: str = " tokens") -> str:
 
 
 def deviations(counts: Counts) -> list[str]:
-    """Where the run did something else than the settings say, in a few words each."""
+    """What the run did differently from what the settings say, in a few words each."""
     patched = len(counts.patched_blocks)
     return [
         *([f"module scope in {patched} that are patched"] if patched else []),
@@ -97,7 +97,7 @@ def deviations(counts: Counts) -> list[str]:
 
 
 def ratio(config: ToMeConfig) -> str:
-    """The setting by which forecasts go, in words."""
+    """The ratio in words; forecasts depend on no other setting."""
     return f"ratio {config.ratio:.2f}"
 
 

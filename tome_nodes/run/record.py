@@ -1,4 +1,4 @@
-"""The record of a sampling run, and how it is made of what merged or was forecast."""
+"""The record of a sampling run, made from what merged or was forecast."""
 
 import logging
 from collections.abc import Callable, Mapping, Set
@@ -47,7 +47,7 @@ class RunRecord:
 
     @property
     def nothing(self) -> str | None:
-        """Why nothing was done, and one thing to do; None if anything was."""
+        """Why nothing was done, and one thing to do; None if anything was done."""
         if self.counts.merged or self.counts.skipped_steps:
             return None
         told = [] if self.unmerged is None else [("nothing merged", self.unmerged)]

@@ -55,7 +55,7 @@ class Recording:
 
     @property
     def levels(self) -> dict[int, Grid]:
-        """The grids that merged, by how many times smaller than the latent they are."""
+        """The grids that merged, by level, the largest first."""
         levels: dict[int, Grid] = {}
         for grid in sorted({grid for _, grid in self.slots}, key=lambda grid: -grid.tokens):
             level = max(1, round((self.latent.tokens * grid.frames / grid.tokens) ** 0.5))

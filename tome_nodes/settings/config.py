@@ -33,8 +33,8 @@ class ToMeConfig:
 
     ``ratio``, ``sx``, ``sy``, ``use_rand``, ``max_downsample`` and the ``merge_*`` switches have
     their meaning in section 4 of arXiv 2303.17604 and its code, except that ``max_downsample`` may
-    be ``"auto"``. Merged tokens weigh (``proportional_attn``) as in Bolya et al., ICLR 2023: the
-    logarithm of their number is added to the logits.
+    be ``"auto"``. With ``proportional_attn``, a merged key weighs as in Bolya et al., ICLR 2023:
+    the logarithm of its number of tokens is added to the logits.
 
     Raises:
         OptionTypeError: an option has the wrong type. The error is a ``TypeError``.
@@ -191,7 +191,7 @@ class ToMeConfig:
     )
 
     policy: Policy = PLAIN
-    """How merging goes by the size of feature maps. It is no option: presets set it."""
+    """How merging depends on the size of feature maps. It is not an option: presets set it."""
 
     def __post_init__(self) -> None:
         for name, option in OPTIONS.items():
@@ -216,7 +216,7 @@ class ToMeConfig:
 
     @property
     def shallow_ratio(self) -> float:
-        """The ratio by which steps of UNets are shallow."""
+        """The ratio that decides how many steps of a UNet are shallow."""
         return self.ratio * self.policy.shallow
 
     @property

@@ -39,7 +39,7 @@ def shown(value: Any) -> str:
 
 _ACCEPTED: Mapping[type, Any] = {bool: bool, int: int, float: int | float, str: str}
 _IN_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a name"}
-"""The types that a value may have, by the type of the default."""
+"""The types that a value may have, and their names in messages, by the type of the default."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 LEAST_SAVED = 0.05
-"""To save a smaller share of an evaluation's work costs about as much time as it saves."""
+"""The least share of an evaluation's work worth saving. Merging itself takes about as long."""
 
 
 @dataclass(frozen=True)
@@ -13,7 +13,7 @@ class Growth:
 
     Attributes:
         rate: how fast it grows.
-        tokens: the number of tokens from which on it grows.
+        tokens: the number of tokens of a map up to which it stays the same.
     """
 
     rate: float
@@ -22,8 +22,8 @@ class Growth:
     def share(self, ratio: float, tokens: int) -> float:
         """The share of a feature map's tokens that merges: more, the larger the map is.
 
-        A larger map of the same picture says less in each token. The share that stays is a power
-        of what stays in small maps, which grows with the logarithm of the map's side
+        In a larger map of the same picture, each token says less. The share that stays is that of
+        small maps, raised to a power that grows with the logarithm of the map's side
         (benchmarks/FIDELITY.md).
 
         Args:
@@ -41,23 +41,23 @@ EVEN = Growth(0.0, math.inf)
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """How merging goes by the size of feature maps; the default goes by the options alone.
+    """How merging depends on the size of feature maps; by default, it depends on options alone.
 
     A level is how many times smaller than the latent its maps are.
 
     Attributes:
-        keys: how the share of keys and values that merges grows.
-        stacks: how the share of all tokens of a stack that merges grows.
-        larger_cells: further sizes of cells, height and width, for shares that the configured ones
-            do not allow; the smallest first.
+        keys: how the merged share grows where only keys and values merge.
+        stacks: how the merged share grows where whole stacks run on merged tokens.
+        larger_cells: further sizes of cells, height and width, the smallest first, for shares that
+            are too large for the configured cells.
         keys_down_to: the deepest level at which only keys and values merge, by one plan for each
             stack, whatever the scope is.
-        deeper_from: from this many tokens on, maps merge at any level.
+        deeper_from: maps of at least this many tokens merge at any level.
         least_tokens: the smallest map that merges, unless ``min_tokens`` says so. SDXL's smallest
             maps with attention have about 1,000 tokens at the sizes that it was trained on.
         least_saved: if a smaller share of an evaluation's work would be saved, nothing merges.
-        shallow: the part of the ratio that goes to shallow steps.
-        more: the preset to take where this one would save too little; empty if there is none.
+        shallow: the ratio times this decides how many steps are shallow.
+        more: the preset to recommend where this one saves too little; empty if there is none.
     """
 
     keys: Growth = EVEN
@@ -72,4 +72,4 @@ class Policy:
 
 
 PLAIN = Policy()
-"""Merging goes by the options alone."""
+"""Merging depends on the options alone."""

@@ -1,6 +1,6 @@
 """Named settings, compared for speed and likeness in `benchmarks/FIDELITY.md`.
 
-A preset decides how to merge. How much, when and with which seed stay free.
+A preset decides how to merge. The user still chooses how much, when and with which seed.
 """
 
 import math
@@ -16,7 +16,7 @@ FREE = ("ratio", "start_percent", "end_percent", "seed", "backend")
 """The options that no preset decides."""
 
 CUSTOM = "custom"
-"""What stands in place of a preset's name if every option is as given."""
+"""The choice of no preset: every option is as given."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ PRESETS: Mapping[str, Preset] = {
             keys=Growth(1.0, 32 * 32),
             stacks=Growth(0.2, _LARGE),
             larger_cells=_LARGER_CELLS,
-            # There, whole stacks would change pictures most.
+            # At these levels, merging whole stacks would change pictures most.
             keys_down_to=2,
             deeper_from=0,
             least_saved=LEAST_SAVED,
@@ -103,11 +103,11 @@ def settings_of(
 
     Args:
         preset: one of :data:`PRESETS`, or :data:`CUSTOM`.
-        given: options. All that the preset decides must have their defaults.
+        given: options by name. Those that the preset decides must have their defaults.
         defaults: the values of options that the user did not set.
 
     Raises:
-        OptionError: there is no such preset, or an option would not count.
+        OptionError: there is no such preset, or ``given`` sets an option that it decides.
     """
     PRESET.check(preset)
     if preset == CUSTOM:

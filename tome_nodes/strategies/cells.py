@@ -73,13 +73,13 @@ class CellStrategy(Strategy):
         if kept == 0:
             return cells, 0
         merges, most = int(grid.tokens * ratio), grid.tokens - kept
-        # Not by min: a compiler takes twice as long for a graph with its symbols.
+        # Not by min: with symbolic sizes, the compiler would take twice as long for the graph.
         return cells, merges if merges < most else most
 
     def cells_of(self, grid: Grid, ratio: float) -> Cells:
-        """How a grid is cut; a cell of a video is several frames long and part of a row wide.
+        """How a grid is cut, with the smallest cells that allow the ratio, or else the largest.
 
-        It is the smallest that allows the ratio, or else the largest.
+        A cell of a video is several frames long and part of a row wide.
         """
         sizes = _cell_sizes(self.config, grid.frames)
         large_enough = (size for size in sizes if _share_allowed(size) >= ratio)
@@ -118,8 +118,8 @@ class CellStrategy(Strategy):
 def made_once(made: dict[Key, Value], key: Key, make: Callable[[], Value]) -> Value:
     """The value of a key, which is made when it is first needed.
 
-    While a model is compiled, it is made each time. The compiler removes repetitions itself, and
-    its graph would depend on what is kept.
+    While a model is compiled, the value is made each time. The compiler removes repetitions itself,
+    and otherwise its graph would depend on the values that are kept.
     """
     if torch.compiler.is_compiling():
         return make()
@@ -142,7 +142,7 @@ def _share_allowed(size: tuple[int, int]) -> float:
 
 
 def frames_of_cell(frames: int) -> int:
-    """The length of a cell, in frames, for which the fewest frames of a video fill no cell."""
+    """The length of a cell, in frames, that leaves the fewest frames of a video over."""
     lengths = [length for length in _FRAMES_OF_CELL if length <= frames]
     return min(lengths, key=lambda length: frames % length)
 
@@ -160,7 +160,7 @@ def split_cells(grid: Grid, sy: int, sx: int, picks: Tensor) -> tuple[Tensor, Te
         Token indices, int64: src ``[rows, columns, sy * sx - 1]`` and dst ``[rows, columns]``.
     """
     cells = grid.cells(sy, sx)
-    # Not by slices: a compiler would make a graph for sides that cells fill, and one for others.
+    # Not by slices: the compiler would make one graph for sides that cells fill and one for others.
     rows = torch.arange(cells.height * sy, device=picks.device).view(cells.height, 1, sy, 1)
     columns = torch.arange(cells.width * sx, device=picks.device).view(1, cells.width, 1, sx)
     by_cell = (rows * grid.width + columns).flatten(2)

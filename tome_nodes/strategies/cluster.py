@@ -16,11 +16,11 @@ UNIT = 2.0**-30
 """Similarities are rounded to multiples of this, as sums of integers are exact. The rounding of a
 float32 sum is coarser than the distances between the tokens of a large map."""
 
-# After as many, the sum of squares is some 2 % above the least with half as many clusters as
-# tokens, and some 5 % with a quarter as many.
+# After this many rounds, the sum of squares is about 2 % above the least possible with half as many
+# clusters as tokens, and about 5 % with a quarter as many.
 _ROUNDS = 3
 
-# The share of the first edges that are quantiles. All others are at the widest gaps.
+# The share of the first edges that are at quantiles. All others are at the widest gaps.
 _QUANTILES = 0.25
 
 # At most this share of the edges moves in a round: the edges that separate least.
@@ -96,7 +96,7 @@ def means_of(sums: Tensor, edges: Tensor) -> Tensor:
     """The means of clusters, ``[batch, clusters]`` int64, rounded down.
 
     Args:
-        sums: ``[batch, tokens + 1]`` int64, the sums of the first values, from none to all.
+        sums: ``[batch, tokens + 1]`` int64, the running sums of the values, which begin with 0.
         edges: ``[batch, clusters + 1]`` int64; no cluster is empty.
     """
     return sums.gather(1, edges).diff(dim=1) // edges.diff(dim=1)
@@ -109,9 +109,9 @@ def lloyd_step(values: Tensor, means: Tensor) -> Tensor:
 
 
 def _is_weak(means: Tensor, edges: Tensor) -> Tensor:
-    """Which inner edges separate least; of neighbours, at most one.
+    """Which inner edges separate least; of two neighbours, at most one.
 
-    An edge separates as much as the sum of squares would grow without it.
+    How much an edge separates is how much the sum of squares would grow without it.
     """
     weights = edges.diff(dim=1).reciprocal()
     growth = means.diff(dim=1).float().square() / (weights[:, 1:] + weights[:, :-1])
@@ -122,10 +122,10 @@ def _is_weak(means: Tensor, edges: Tensor) -> Tensor:
 
 
 def _refilled(sums: Tensor, edges: Tensor) -> Tensor:
-    """Replace all but one of the edges at the same place by edges that separate most.
+    """Of edges at the same place, keep one and move the others to where they separate most.
 
-    A cluster gets one of them, unless there are not enough clusters. Arguments as of
-    :func:`means_of`, in ascending order.
+    A cluster gets at most one of them, unless there are too few clusters. Arguments are as for
+    :func:`means_of`, but clusters may be empty; edges are in ascending order.
     """
     positions = _positions(sums[:, 1:])
     after = torch.searchsorted(edges, positions, right=True)

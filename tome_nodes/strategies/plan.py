@@ -39,14 +39,15 @@ class Grid(NamedTuple):
 class Plan:
     """A partition of a sample's tokens into slots, for every sample. No slot is empty.
 
-    Nothing changes a plan. It is not frozen, since many are made, and frozen ones are slow to make.
+    Nothing changes a plan. The class is not frozen, since many plans are made, and frozen ones take
+    longer to make.
 
     Attributes:
         slot_of_token: ``[batch, tokens]`` int64, slots numbered over the whole batch.
         order: ``[batch * tokens]`` int64, tokens numbered over the whole batch, slot by slot.
         offsets: ``[batch * slots]`` int64, where the slots begin in ``order``.
-        log_sizes: ``[batch, slots]``, the logarithm of how many tokens a slot holds; float32, or of
-            the dtype of the tokens.
+        log_sizes: ``[batch, slots]``, the logarithm of how many tokens a slot holds; float32 or the
+            dtype of the tokens.
         slot_count: number of slots M in a sample.
         ops: the operations that merge and unmerge.
         window: the width of the grid, and the height and width of a window, in tokens. None unless
@@ -102,10 +103,11 @@ class Plan:
         return self.ops.merge(x, self.slot_of_token, self.order, self.offsets, self.window)
 
     def merge_keys(self, x: Tensor, heads: int = 1) -> tuple[Tensor, Tensor]:
-        """Means, and for keys the means stretched, per head, to the mean length of their tokens.
+        """The means, and the means stretched, per head, to the mean length of their tokens.
 
-        A mean is shorter than its tokens, and attention to a shorter key is less sharp (Kim et al.,
-        ToFu, WACV 2024). Stretching values as well would increase the error.
+        The first are for values, the second for keys: a mean is shorter than its tokens, and
+        attention to a shorter key is less sharp (Kim et al., ToFu, WACV 2024). Stretching values as
+        well would increase the error.
 
         ``[batch, tokens, heads * channels]`` to two ``[batch, slots, heads * channels]``.
         """

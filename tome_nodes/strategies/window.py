@@ -90,7 +90,7 @@ class WindowStrategy(CellStrategy):
         return Windows(cells, high, wide, quota if quota < most else most)
 
     def _match_by_kernel(self, features: Tensor, windows: Windows, match: Operation) -> Plan | None:
-        """The plan of :func:`match_windows`, made by a kernel; None if that does not run."""
+        """The plan of :func:`match_windows`, made by a kernel; None if the kernel failed."""
         key = self.key if self.config.use_rand else None
         cells, high, wide, quota = windows
         grid, sy, sx = cells.grid, cells.sy, cells.sx
@@ -116,7 +116,8 @@ def split_windows(grid: Grid, sy: int, sx: int, picks: Tensor) -> tuple[Tensor, 
     high, wide = window_cells(grid, sy, sx)
 
     def by_window(tokens: Tensor) -> Tensor:
-        # A compiler makes a graph for each size of windows: with symbols, it would take far longer.
+        # The compiler makes a graph for each size of window; with symbolic sizes, it would take far
+        # longer.
         windows = tokens.unfold(0, high, high).unfold(1, wide, wide)
         return windows.movedim(2, 4).flatten(2).flatten(0, 1)
 
@@ -136,8 +137,8 @@ def window_cells(grid: Grid, sy: int, sx: int) -> tuple[int, int]:
 def _cells_along(cells: int, side: int) -> int:
     most = min(_CELLS_ALONG, WINDOW_SIDE // side)
     while True:
-        # The fewest windows that may leave an eighth. Trying one size after the other, a compiler
-        # would make a graph for each.
+        # The fewest windows that leave over at most an eighth of the cells. If this tried one size
+        # after the other, the compiler would make a graph for each.
         windows = -(-(cells - cells // 8) // most)
         size = min(most, cells // windows)
         if cells % size <= cells // 8:
@@ -151,8 +152,9 @@ class Pieces(NamedTuple):
     Attributes:
         windows: how many there are.
         tokens: ``[batch, tokens]``, the number of each token.
-        pieces: of the windows that are matched at once, src and dst, ``[batch, windows, ...]``, and
-            both in one dimension, numbered over the whole batch.
+        pieces: for each group of windows that is matched at once, src and dst as
+            ``[batch, windows, ...]``, then both in one dimension, with tokens numbered over the
+            whole batch.
     """
 
     windows: int
@@ -161,7 +163,7 @@ class Pieces(NamedTuple):
 
 
 def pieces_of(features: Tensor, src: Tensor, dst: Tensor) -> Pieces:
-    """All windows of a map; arguments as what :func:`split_windows` returns."""
+    """All windows of a map; ``src`` and ``dst`` are as :func:`split_windows` returns them."""
     batch, tokens, channels = features.shape
     parts = [(src, dst)]
     # A compiler would make a graph for each number of parts.
@@ -182,8 +184,8 @@ def match_windows(features: Tensor, cut: Pieces, quota: int, ops: Operations = T
 
     Args:
         features: ``[batch, tokens, channels]``, compared by cosine similarity.
-        cut: its windows.
-        quota: the number of merges in a window, from 1 to its src tokens.
+        cut: the windows of the map.
+        quota: the number of merges in a window, from 1 to the number of its src tokens.
         ops: the operations that the plan uses.
 
     Returns:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 SPEED, LIKENESS = "speed", "likeness"
 
 FASTER = 1.03
-"""How many times as fast as the unpatched model settings have to be to count as faster.
+"""Settings count as faster if they are at least this many times as fast as the unpatched model.
 
 Less is noise: two speeds that differ by less than this factor count as equal.
 """
@@ -114,10 +114,10 @@ _Name = TypeVar("_Name")
 
 
 def choose(wish: Wish, figures: Mapping[_Name, Measured]) -> _Name | None:
-    """What to take of all that was tried; None for the unpatched model. Of equals, the first.
+    """The best of everything that was tried, the first of equals; None for the unpatched model.
 
-    If nothing fulfils a wish for speed, take the fastest of what is faster than the unpatched
-    model. If nothing fulfils a wish for likeness, take the unpatched model: a slower run is better
+    If nothing fulfils a wish for speed, the best is the fastest that is faster than the unpatched
+    model. If nothing fulfils a wish for likeness, it is the unpatched model: a slower run is better
     than a larger change.
     """
     faster = {name: measured for name, measured in figures.items() if measured.is_faster}

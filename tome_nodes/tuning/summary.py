@@ -19,7 +19,7 @@ class Found:
     Attributes:
         wish: what the settings should do.
         figures: what was measured, by settings.
-        instead: what was measured of other ways to save time, by name.
+        instead: the same for other ways to save time, by name.
         runs: how many sampling runs the trials took; 0 if there were none.
         date: the day of the measurements, if there were no trials now; else empty.
         obstacle: why nothing was tried, None if something could be.
@@ -39,7 +39,7 @@ class Found:
 
     @property
     def measured(self) -> Measured | None:
-        """What was measured of :attr:`candidate`, None for the unpatched model."""
+        """What was measured with :attr:`candidate`; None for the unpatched model."""
         return None if self.candidate is None else self.figures[self.candidate]
 
     @property

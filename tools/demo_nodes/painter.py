@@ -1,7 +1,7 @@
 """The demo's own pack of nodes: a small trained UNet where a workflow has a checkpoint.
 
-ComfyUI knows a checkpoint by the shapes of its weights, and no shapes that it knows are as small.
-So a node makes the model, and what stands in for its text encoder and its VAE.
+ComfyUI recognises a checkpoint by the shapes of its weights, and it recognises none this small. So
+a node makes the model, with stand-ins for its text encoder and its VAE.
 """
 
 import re
@@ -28,7 +28,7 @@ COLOURS = ("red", "yellow", "green", "cyan", "blue", "purple")
 class Vocabulary:
     """Stands in for a text encoder: it finds one kind of sticker and one colour in a text.
 
-    A text without a kind and a colour, such as a negative prompt, is as no prompt.
+    A text without a kind and a colour, such as a negative prompt, counts as no prompt.
     """
 
     def tokenize(self, text: str) -> list[str]:
@@ -58,13 +58,13 @@ class Painter:
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        """None, in the form that the host asks for."""
+        """No inputs, in the form that the host asks for."""
         return {"required": {}}
 
     RETURN_TYPES, FUNCTION, CATEGORY = ("MODEL", "CLIP", "VAE"), "load", "demo"
 
     def load(self) -> tuple[Any, Vocabulary, Decoder]:
-        """The model and what stands in for the rest."""
+        """The model, and the stand-ins for its text encoder and its VAE."""
         return sticker_unet.load(), Vocabulary(), Decoder()
 
 

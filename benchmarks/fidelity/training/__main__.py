@@ -4,8 +4,8 @@ python3 dev.py bench --train stickers [--minutes 35] [--rate 1e-3]
 python3 dev.py bench --train stickers_sd15 --minutes 50 --rate 6e-4
 
 It can be stopped at any time. It saves every few minutes and at the end, and goes on from there.
-The weights of the first are in the repository, from which a new training begins, of either. Those
-of the second stay in ``demo/``; ``bench --fidelity --only stickers_sd15`` asks them.
+The weights of the first UNet are in the repository, and a new training of either begins from them.
+The weights of the second stay in ``demo/``; ``bench --fidelity --only stickers_sd15`` uses them.
 """
 
 import argparse
@@ -39,7 +39,7 @@ _SAVE_EVERY = 180
 _WARM_UP = 50
 """Steps over which the learning rate rises."""
 _TO_NOISE = 0.6
-"""The power to which numbers that lie evenly between 0 and 1 are raised to make noise levels."""
+"""Noise levels are made of numbers spread evenly between 0 and 1, raised to this power."""
 _MOST_WEIGHT = 20
 """The largest weight of the error of a noise level."""
 
@@ -49,11 +49,11 @@ class Course:
     """What a UNet is trained on.
 
     Attributes:
-        unet: makes it; the host's layers have no initial weights.
+        unet: makes the UNet; the host's layers have no initial weights.
         state: the file of the training; git ignores it.
         sizes: sides in tokens of pictures, and how many are in a batch; the last has full size.
         full_share: the share of batches at full size.
-        begin: returns the weights to begin with, by name; what it leaves out begins untrained.
+        begin: returns the weights to begin with, by name; weights that it leaves out are untrained.
         weights: where the averaged weights go at the end; None if they stay in ``state``.
     """
 
@@ -157,7 +157,7 @@ class Training:
         """The error of noise, at noise levels all over the schedule."""
         latent, prompts = self._data.batch(size, side)
         evenly = (torch.arange(size) + torch.rand(size, generator=self._generator)) / size
-        # More of them are high, where what is where is decided.
+        # More levels are high, since it is there that the layout of a picture is decided.
         times = (evenly**_TO_NOISE * len(self._sigmas)).long()
         sigma = self._sigmas[times].view(-1, 1, 1, 1)
         noise = torch.randn(latent.shape, generator=self._generator)
@@ -166,8 +166,8 @@ class Training:
         answer = self.model(
             inputs.contiguous(memory_format=torch.channels_last), times, context=prompts
         ).float()
-        # Times the size of the input, an error of the noise is one of the velocity. Where there
-        # is next to noise alone, it counts less, or nothing else would be learnt.
+        # An error of the noise, times the size of the input, is an error of the velocity. In nearly
+        # pure noise, errors count less, or nothing else would be learnt.
         weight = size_of_input.square().clamp(max=_MOST_WEIGHT)
         return ((answer - noise).square() * weight).mean()
 

@@ -1,4 +1,4 @@
-"""Records of the ComfyUI models whose tokens merge, and what is refused."""
+"""The ComfyUI models whose tokens merge, and those that are refused."""
 
 from torch import nn
 

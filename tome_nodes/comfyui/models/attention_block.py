@@ -1,7 +1,7 @@
 """Blocks of transformers, which merge keys and values where self-attention is called.
 
-There they are already projected, normalised and rotated by position. So all that must be known
-about a block is where the picture is in its sequence. Other tokens, such as text, stay as they are.
+By then, they are projected, normalised and rotated by position. So all that must be known about a
+block is where the picture is in its sequence. Other tokens, such as text, stay as they are.
 """
 
 from collections.abc import Callable
@@ -45,7 +45,7 @@ class AttentionBlock(Block):
 
     @cached_property
     def stored(self) -> Attention | None:
-        # A block may call attention in another of its parts.
+        # A block may call attention in one of its parts.
         all_stored = map(stored_attention, self._attends.modules())
         return next((stored for stored in all_stored if stored is not None), None)
 
@@ -85,7 +85,8 @@ class AttentionBlock(Block):
         """An override of attention that merges keys and values.
 
         Another node's override in the transformer options stays in effect, and gets the merged
-        tokens. ``stored`` is what the host would call without an override; None for any.
+        tokens. ``stored`` is what the host would call without an override; None for its own
+        attention.
         """
         other = options.get(OVERRIDE)
 
@@ -131,10 +132,7 @@ class AttentionBlock(Block):
     def _start(
         self, q: Tensor, k: Tensor, mask: Tensor | None, options: dict[str, Any]
     ) -> int | None:
-        """Where the picture begins among the keys of a call; None if nothing is to merge.
-
-        The reason is then noted.
-        """
+        """Where the picture begins among the keys of a call; None, with a reason, if none merge."""
         tokens, outcome, evaluation = k.shape[-2], self.outcome, self.evaluation
         start = self._start_of(tokens, options) if q.shape[-2] == tokens else None
         if start is None:
@@ -195,7 +193,7 @@ def _like(merged: Tensor, x: Tensor, by_head: bool) -> Tensor:
 
 
 def _is_over(mask: Tensor, tokens: int) -> bool:
-    """Whether a mask is one over as many keys and queries, or the same for all queries."""
+    """Whether a mask has this many keys, and as many queries or one row for all of them."""
     return mask.ndim in (2, 3, 4) and mask.shape[-1] == tokens and mask.shape[-2] in (1, tokens)
 
 

@@ -64,7 +64,7 @@ def class_name(model: nn.Module) -> str:
 def handed(called: Attention) -> tuple[Any, ...] | None:
     """What an attention of ComfyUI hands to an override: a function, q, k, v and heads.
 
-    None if it calls none. It is called with tiny tensors.
+    None if it does not call the override once. To find out, it is called with tiny tensors.
     """
     x, seen = torch.zeros(1, 2, 8), []
 

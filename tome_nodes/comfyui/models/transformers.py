@@ -61,7 +61,7 @@ class Transformer:
         return AttentionBlock(model, stack, index, self.attention, partial(self._start, model))
 
     def work(self, model: Any, blocks: Sequence[Block]) -> None:
-        """Not known: presets forecast these models, and everything else is as it is set."""
+        """Not known, and not needed: the presets that ask for it merge nothing here."""
 
     def attentions(self) -> set[Attention]:
         return host_attentions()
@@ -106,7 +106,7 @@ class Transformer:
             return None
         if self.place != "end":
             return 0
-        # Some models tell it.
+        # Some models say where the picture begins.
         told = options.get("img_slice")
         return others if told is None or told[0] == others else None
 

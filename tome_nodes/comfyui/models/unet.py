@@ -91,7 +91,7 @@ def _changed_part(block: Any) -> str | None:
 def weigh_keys(
     called: dict[str, Any], weights: KeyWeights, stored: Attention | None = None
 ) -> dict[str, Any]:
-    """Keyword arguments of a self-attention under which it weighs its keys.
+    """The keyword arguments with which a self-attention weighs its keys.
 
     Args:
         called: the keyword arguments so far. Another node's override in them stays in effect.
@@ -137,7 +137,7 @@ class _StackAttention:
         other: Callable[..., Tensor] | None,
         prompt: Tensor | None,
     ):
-        """``other`` is the override of another node, and ``prompt`` the stack's text if any."""
+        """``other`` is the override of another node, and ``prompt`` the text; None if none."""
         self._shared = shared
         self._stored = stored
         self._other = other
@@ -177,7 +177,7 @@ def _weigh_stack(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a stack under which all its self-attentions weigh their keys."""
+    """The arguments of a stack with which all its self-attentions weigh their keys."""
     options = transformer_options or {}
     prompt = context[0] if isinstance(context, list) else context
     override = _StackAttention(shared, stored, options.get(OVERRIDE), prompt).attend
@@ -197,7 +197,7 @@ def deep_blocks(model: Any) -> DeepBlocks | None:
 
 
 def deep_layers(model: Any) -> list[nn.Module]:
-    """The layers of these blocks, in running order; none if they are not as known."""
+    """The layers of the deep blocks, in running order; none if the blocks are not as known."""
     if not isinstance(model, UNetModel):
         return []
     inputs, outputs = model.input_blocks, model.output_blocks

@@ -104,9 +104,9 @@ class Trials:
         return self._sampled(self.plain, self.steps)
 
     def _sampled(self, model: ModelPatcher, steps: int) -> tuple[Tensor, list[float]]:
-        """The final latent, of a video with sound the video, and the seconds of every step.
+        """The final latent, without the sound of a video, and the seconds of every step.
 
-        A run of one step is carried out twice, as the first includes work that is done once.
+        A run of one step is carried out twice, because the first includes work that is done once.
         """
         if self.steps == 1:
             self._sampled_once(model, steps)
@@ -161,7 +161,7 @@ def _whole(times: list[float]) -> float:
 
 
 def _outcome(model: ModelPatcher) -> tuple[str | None, str]:
-    """What did not happen in the last run of a model and why, None if all is well, and what did."""
+    """What did not happen in a model's last run and why, None if all is well; then what did."""
     if not attachment.is_attached(model):
         return None, ""
     run = attachment.last_run(model)

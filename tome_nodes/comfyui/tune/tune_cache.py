@@ -60,7 +60,7 @@ def read(key: Mapping[str, Any]) -> Kept:
 
 
 def _read(path: Path) -> Kept:
-    """What is kept in a file, which need not exist; any error if it cannot be used."""
+    """What is kept in a file, nothing if there is none; raises any error if it is of no use."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -71,9 +71,9 @@ def _read(path: Path) -> Kept:
 
 
 def write(key: Mapping[str, Any], kept: Kept) -> None:
-    """Keep what was measured for a kind of sampling run; a warning if that fails.
+    """Keep what was measured for a kind of sampling run, and warn if that fails.
 
-    What another process has kept since is kept, too. A reader never meets half a file.
+    What another process has kept in the meantime is kept, too. A reader never sees half a file.
     """
     path = file(key)
     with suppress(Exception):

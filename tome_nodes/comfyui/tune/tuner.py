@@ -49,7 +49,7 @@ EASY_CACHE = "EasyCache"
 _EASY_CACHE_DEFAULTS = (0.2, 0.15, 0.95, False)
 
 _METHOD = 17
-"""Raise it when what merging does changes, or how it is measured: older figures are then void."""
+"""Raise this when merging changes, or how it is measured: older figures are void then."""
 
 
 def tune(
@@ -61,7 +61,7 @@ def tune(
 ) -> Found:
     """The settings that fulfil a wish best in a sampling run.
 
-    The model is not changed; if it is patched, that is ignored. ``measure_again`` is whether to
+    The model is not changed; if it is patched, that is ignored. ``measure_again`` says whether to
     ignore what was measured earlier; ``clock`` is None for the clock of the model's device.
 
     Raises:
@@ -97,7 +97,7 @@ def tune(
 def _tried(
     trials: Trials, key: Mapping[str, Any], wish: Wish, ladders: Sequence[Ladder], anew: bool
 ) -> Found:
-    """What comes of trials; ``anew`` is whether to ignore what was measured earlier."""
+    """The result of trials; ``anew`` says whether to ignore what was measured earlier."""
     kept = tune_cache.Kept() if anew else tune_cache.read(key)
     known = dict(kept.tried)
 
@@ -177,8 +177,8 @@ def _key(model: ModelPatcher, sampling: Sampling, trials: Trials) -> dict[str, A
 
 
 def _values(plain: ModelPatcher) -> Iterator[Any]:
-    """What the file of a model and other nodes decide, besides its kind."""
-    # How the model was loaded, None of a node that does not say so.
+    """Everything that a model's file and other nodes decide about it, besides its kind."""
+    # How the model was loaded; None if its loader does not say.
     yield plain.cached_patcher_init
     yield plain.get_model_object("model_sampling")
     yield from (plain.model_options, plain.object_patches, plain.injections, plain.patches)

@@ -1,4 +1,4 @@
-"""What other nodes have put on a model, by value and not only by name, as a text."""
+"""A text that stands for what other nodes have put on a model, by value and not only by name."""
 
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -11,8 +11,8 @@ from comfy.model_patcher import ModelPatcher
 from torch import Tensor, nn
 
 _FEW = 10_000
-"""The most numbers of a tensor that counts by its values, such as a model's noise levels. Larger
-ones, such as pictures and weights, count by their shape."""
+"""Tensors of at most this many numbers, such as a model's noise levels, count by their values.
+Larger ones, such as pictures and weights, count by their shape."""
 
 _MOST = 200_000
 """The most values that are looked at."""

@@ -24,7 +24,7 @@ _ALIGNED = 16
 """Triton compiles wide loads for tensors that begin at a multiple of this many bytes."""
 
 is_traced: ContextVar[bool] = ContextVar("is_traced", default=False)
-"""Whether a launcher runs for a compiler, which traces it."""
+"""Whether a compiler is tracing the launcher."""
 
 
 @dataclass(eq=False)
@@ -32,10 +32,10 @@ class Launch:
     """How a kernel is launched for some shapes.
 
     Attributes:
-        grid: the programs, on three sides.
+        grid: the number of programs along each of three axes.
         numbers: the arguments after the tensors and their strides, in the order of the kernel.
         warps: the warps of a program.
-        compiled: the compiled kernels, by all that they depend on besides numbers and warps.
+        compiled: the compiled kernels, by everything that they depend on besides numbers and warps.
     """
 
     grid: tuple[int, int, int]
@@ -86,7 +86,7 @@ def _key(known: tuple[Any, ...], tensors: tuple[Tensor | None, ...]) -> tuple[An
 
 
 def wrap_triton(kernel: Any) -> Any:
-    """What to launch for a kernel: while an operator is traced, what puts it into the graph.
+    """The kernel to launch; while an operator is traced, wrapped so that the graph contains it.
 
     PyTorch looks for calls of this name to tell whether the kernels of an operator have changed.
     """

@@ -26,7 +26,7 @@ _CHANNELS, _FEW_CHANNELS = 32, 16
 @triton.jit
 def _scramble(bits):
     """:func:`tome_nodes.ops.random_picks.scramble` of uint32 values."""
-    # As numbers, since Triton compares the globals of a kernel whenever it is asked for one.
+    # Literals, since Triton compares the globals that a kernel reads at every launch.
     bits = (bits ^ (bits >> 16)) * tl.full((), 0x7C3A95D3, tl.uint32)
     bits = (bits ^ (bits >> 16)) * tl.full((), 0x5D1B6E4B, tl.uint32)
     bits = (bits ^ (bits >> 16)) * tl.full((), 0x6A09E667, tl.uint32)

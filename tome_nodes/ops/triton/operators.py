@@ -1,4 +1,4 @@
-"""Launchers as torch operators, which torch.compile calls, and which give way to torch."""
+"""Launchers as torch operators, which torch.compile calls and which fall back to plain torch."""
 
 import logging
 from collections.abc import Callable
@@ -17,9 +17,9 @@ log = logging.getLogger("tome_nodes")
 _TRACES = torch.__version__ >= "2.11" and not triton.knobs.runtime.interpret
 """Whether torch.compile traces the kernels and launches them as its own.
 
-A call of an operator in Python takes longer: on an H200 with PyTorch 2.11, a small SDXL under
-*fast* took 35.7 ms with such operators, and 29.1 without. Kernels of the interpreter cannot be
-traced.
+Otherwise it calls an operator in Python, which takes longer: on an H200 with PyTorch 2.11, a small
+SDXL under *fast* took 35.7 ms with such operators, and 29.1 without. Kernels of the interpreter
+cannot be traced.
 """
 
 
@@ -30,8 +30,8 @@ def operator(
 
     A compiler that compiles for one size traces the kernels in it. For sizes that are symbols, it
     calls the operator, so that one graph serves them all. Without torch.compile the launcher is
-    called directly: the operator would take longer than a launch. If a launch fails, arguments of
-    the same shapes go to the reference.
+    called directly: the operator would take longer than a launch. If a launch fails, the reference
+    takes over for all arguments of the same shapes and dtypes.
 
     Args:
         shapes: takes the same arguments and makes empty results, for tracing.
@@ -100,7 +100,7 @@ def operator(
 
 
 def _has_symbols(x: Any) -> bool:
-    """Whether a compiler takes an argument for any size."""
+    """Whether a compiler takes an argument as a symbol, or its size as symbols."""
     if isinstance(x, Tensor):
         return any(isinstance(length, torch.SymInt) for length in x.shape)
     if isinstance(x, list):

@@ -201,7 +201,7 @@ def launch_of_windows(
 def merge_windows(
     how: Launch, x: Tensor, slot_of_token: Tensor, means: Tensor, keys: Tensor
 ) -> None:
-    """Write the means of slots in windows, and the stretched ones if they are not the same tensor.
+    """Write the means of slots in windows, and the stretched means unless ``keys`` is ``means``.
 
     Args:
         how: from :func:`launch_of_windows`.
