@@ -142,7 +142,11 @@ def test_every_strategy_makes_a_partition_and_merges_means(strategy, grid, cell,
         sx = 2
     features = features_of(grid, batch)
     config = ToMeConfig(strategy=strategy, ratio=ratio, sx=sx, sy=sy)
-    plan = plan_of(config, features, grid)
+    plan, foretold = (
+        plan_of(config, features, grid),
+        make_strategy(config, TORCH).slots(grid, ratio),
+    )
+    assert foretold == (grid.tokens if plan is None else plan.slot_count)
     if plan is None:
         return
     # Unmerging the numbers of the slots gives each token's slot, for any kind of plan.
