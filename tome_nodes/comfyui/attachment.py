@@ -22,10 +22,6 @@ from ..run.record import RunRecord
 from ..run.sampling_run import SamplingRun
 from ..run.span import Span
 from ..settings.config import ToMeConfig
-from ..skipping.forecasts import Forecasts
-from ..skipping.plan import adds_noise
-from ..skipping.shallow_run import ShallowRun
-from ..skipping.skipping import Skipping
 from ..strategies import make_strategy
 from . import host_checks, run_log, workflow
 from .forecast_part import ForecastPart, function_of, sampled_streams
@@ -204,27 +200,19 @@ class _Attachment:
         latents = Latents(sampler, mask, guider.model_options)
         sampling: Any = guider.model_patcher.get_model_object("model_sampling")
         on_step = None if self.on_step is None else guarded(self.on_step)
-
-        def run_of(skipping: Skipping | None) -> SamplingRun:
-            span = Span(config, sampling.percent_to_sigma)
-            return SamplingRun(config, span, skipping, len(schedule) - 1, on_step)
-
+        run = SamplingRun(config, Span(config, sampling.percent_to_sigma), on_step)
+        run.total_steps = len(schedule) - 1
+        steps = StepCount(run, schedule, sampler, by_calls=not self.merges)
         if not self.merges:
-            forecasts = Forecasts(config.ratio, sampled_streams(latent_shapes, mask))
-            run = run_of(forecasts)
-            steps = StepCount(run, schedule, sampler, by_calls=True)
             starts_empty = is_empty(given["latent_image"])
-            return ForecastPart(run, forecasts, steps, guider, sampler, latents, starts_empty)
-        shallow = part = None
+            streams = sampled_streams(latent_shapes, mask)
+            return ForecastPart(run, steps, guider, sampler, latents, starts_empty, streams)
+        shallow = None
         if self._may_be_shallow(guider):
-            shallow = ShallowRun(config.shallow_ratio, goes_on=not adds_noise(sampler))
-        run = run_of(shallow)
-        steps = StepCount(run, schedule, sampler)
-        if shallow is not None:
-            part = ShallowPart(run, shallow, steps, guider, latents)
+            shallow = ShallowPart(run, steps, guider, sampler, latents)
         with_details = self.wants_details is not None and self.wants_details()
         name = type(guider.model_patcher.model.model_config).__name__
-        return MergingPart(run, steps, name, self.make_strategy, with_details, part)
+        return MergingPart(run, steps, name, self.make_strategy, with_details, shallow)
 
     def _may_be_shallow(self, guider: Any) -> bool:
         """Whether the settings and the model allow shallow steps in a run."""

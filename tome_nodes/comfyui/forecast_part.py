@@ -47,21 +47,22 @@ class ForecastPart:
     def __init__(
         self,
         run: SamplingRun,
-        forecasts: Forecasts,
         steps: StepCount,
         guider: Any,
         sampler: str,
         latents: Latents,
         starts_empty: bool,
+        streams: Sequence[slice],
     ):
         """Prepare a run whose steps are counted by ``steps``, under the sampler of this name.
 
         ``latents`` follows the latents of the run. The model options of ``guider``, ComfyUI's, are
-        of this run alone. ``starts_empty`` is whether the latent holds no picture.
+        of this run alone. ``starts_empty`` is whether the latent holds no picture. ``streams`` are
+        those of the latent, see :func:`sampled_streams`.
         """
         self.steps = steps
         self._run = run
-        self._forecasts = forecasts
+        self._forecasts = run.skipping = Forecasts(run.config.ratio, streams)
         self._latents = latents
         # None in steps that run whatever was answered before.
         self._latent: Tensor | None = None
@@ -80,7 +81,7 @@ class ForecastPart:
         known = SAMPLERS.get(sampler, UNKNOWN)
         self._schedule = Schedule(noises, is_flow(guider), known, from_noise)
         takes_over = not starts_empty and noises[0] < most
-        forecasts.obstacle = self._obstacle_before(sampler, takes_over)
+        self._forecasts.obstacle = self._obstacle_before(sampler, takes_over)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ForecastPart":
         # Another node may copy the transformer options, whose wrappers hold this.

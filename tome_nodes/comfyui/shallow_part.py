@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import reasons
 from ..run.sampling_run import SamplingRun
-from ..skipping.plan import LEAST_SNR
+from ..skipping.plan import LEAST_SNR, adds_noise
 from ..skipping.shallow_run import ShallowRun
 from ..skipping.steps import log_snr, log_snrs
 from .conditions import conditions_of
@@ -35,17 +35,19 @@ class ShallowPart:
     def __init__(
         self,
         run: SamplingRun,
-        shallow: ShallowRun,
         steps: StepCount,
         guider: Any,
+        sampler: str,
         latents: Latents,
     ):
-        """Prepare a run whose steps are counted by ``steps``.
+        """Prepare a run whose steps are counted by ``steps``, under the sampler of this name.
 
         ``latents`` follows the latents of the run. The model options of ``guider``, ComfyUI's, are
         of this run alone.
         """
-        self.shallow = shallow
+        self.shallow = run.skipping = ShallowRun(
+            run.config.shallow_ratio, goes_on=not adds_noise(sampler)
+        )
         self._run = run
         self._steps = steps
         self._guider = guider
@@ -58,7 +60,7 @@ class ShallowPart:
         self._is_planned = False
         self._conditions: Hashable = None
         self._place = 0.0
-        shallow.obstacle = self._obstacle_before()
+        self.shallow.obstacle = self._obstacle_before()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShallowPart":
         # Another node may copy the transformer options, whose wrappers hold this.

@@ -55,7 +55,7 @@ class Block:
         raise NotImplementedError
 
     @cached_property
-    def covered(self) -> tuple[str, ...]:
+    def names_in_stack(self) -> tuple[str, ...]:
         """The paths of the blocks that its outcome describes if stacks are overridden as one."""
         return (self.name,)
 

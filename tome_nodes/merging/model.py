@@ -147,7 +147,7 @@ class PatchedModel(ModelState):
             outcome = block.outcome
             if outcome.has_run:
                 if evaluation.by_stack:
-                    outcome.blocks = block.covered
+                    outcome.blocks = block.names_in_stack
                 outcome.complete()
                 if outcome.grid is not None and outcome.plan is None and outcome.reason is None:
                     outcome.reason = self.why_no_plan(outcome.grid, evaluation.ratio)

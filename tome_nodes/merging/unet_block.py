@@ -92,7 +92,7 @@ class UNetBlock(Block):
         return {self.calls.stored(module) for module in attentions if module is not None}
 
     @property
-    def _is_covered(self) -> bool:
+    def _runs_between_ends(self) -> bool:
         """Whether its stack can run on merged tokens with no overrides between its ends."""
         can_weigh = self.calls.weigh_stack is not None and len(self._stored_in_stack) == 1
         return self._shares_plan and not self.merges_only_keys and can_weigh
@@ -103,8 +103,8 @@ class UNetBlock(Block):
         self._outer_plan: Plan | None = None
 
     @cached_property
-    def covered(self) -> tuple[str, ...]:
-        if not (self._is_first and self._is_covered):
+    def names_in_stack(self) -> tuple[str, ...]:
+        if not (self._is_first and self._runs_between_ends):
             return (self.name,)
         # The last block has an outcome of its own.
         return (self.name, *map(self.stack.path, range(1, len(self.stack.blocks) - 1)))
@@ -114,9 +114,9 @@ class UNetBlock(Block):
         overrides: list[Override] = []
         if self._is_first and (self._shares_plan or self.calls.shapes is None):
             stack = self.stack.module
-            weighs = by_stack and self._is_covered and self.attends_to_itself
+            weighs = by_stack and self._runs_between_ends and self.attends_to_itself
             overrides.append((stack, "forward", self._run_stack(stack.forward, weighs)))
-        if by_stack and self._is_covered:
+        if by_stack and self._runs_between_ends:
             if self._is_first or self._is_last:
                 overrides.append((block, "forward", self._run_block(block.forward)))
             return overrides

@@ -77,7 +77,8 @@ class PipelineRun:
         self.call = -1
         self._method = method
         # Percents are of the steps, not of the noise, which is left out.
-        self._run = SamplingRun(config, Span(config, lambda percent: 1 - percent), self.forecasts)
+        self._run = SamplingRun(config, Span(config, lambda percent: 1 - percent))
+        self._run.skipping = self.forecasts
         # One more than there are timesteps, once it was told the steps.
         self._levels: list[float] = scheduler.sigmas.tolist()
         self._schedule: Schedule | None = None

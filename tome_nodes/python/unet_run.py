@@ -75,8 +75,8 @@ class UNetRun:
         self._count: int | None = None
         # To copy under a sampler without noise does more harm than a line under one with noise.
         goes_on = self._scheduler is None or not adds_noise(_words(self._scheduler))
-        self.shallow = ShallowRun(config.shallow_ratio, goes_on)
-        self.run = SamplingRun(config, span, self.shallow)
+        self.run = SamplingRun(config, span)
+        self.shallow = self.run.skipping = ShallowRun(config.shallow_ratio, goes_on)
         # Noise that is added is as large as the latent that the model is given.
         self._latents = CalledLatents() if goes_on and not _clips(self._scheduler) else None
 

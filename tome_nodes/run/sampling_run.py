@@ -31,15 +31,13 @@ class SamplingRun:
         self,
         config: ToMeConfig,
         span: Span,
-        skipping: Skipping | None = None,
-        total_steps: int = 0,
         on_step: Callable[[str], None] | None = None,
     ):
         """``on_step`` is called once in every step with a short text on what was done."""
         self.config = config
         self.span = span
-        self.skipping = skipping
-        self.total_steps = total_steps
+        self.skipping: Skipping | None = None
+        self.total_steps = 0
         self.index = -1
         self.noise = 0.0
         self.is_active = False
