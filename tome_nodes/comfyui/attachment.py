@@ -24,13 +24,14 @@ from ..run.span import Span
 from ..settings.config import ToMeConfig
 from ..strategies import make_strategy
 from . import host_checks, run_log, workflow
-from .forecast_part import ForecastPart, function_of, sampled_streams
+from .forecast_part import ForecastPart, sampled_streams
 from .guided_answers import Latents
 from .merging_part import MergingPart, apply_model
 from .model_report import guarded, warn
 from .models import check_forecasts, family_of, is_of_video, is_unet
 from .models.unet import deep_layers
 from .neighbours import KEY
+from .sampling import Sampling, function_of
 from .shallow_part import ShallowPart
 from .step_count import StepCount
 
@@ -183,36 +184,37 @@ class _Attachment:
         guider = executor.class_obj
         given = {name: kwargs.get(name) for name in host_checks.OUTER_SAMPLE}
         given |= zip(host_checks.OUTER_SAMPLE, args, strict=False)
-        part = self._part_of(guider, given, kwargs.get("latent_shapes"))
+        sampling = self._sampling_of(guider, given)
+        part = self._part_of(sampling, given, kwargs.get("latent_shapes"))
         others = {name: value for name, value in kwargs.items() if name not in given}
         with self._kept() as keep, part.installed(guider.model_options):
-            given["callback"] = part.steps.watching(given["callback"])
+            given["callback"] = sampling.steps.watching(given["callback"])
             result = executor(*given.values(), *args[len(given) :], **others)
             keep(part)
         return result
 
-    def _part_of(
-        self, guider: Any, given: Mapping[str, Any], latent_shapes: Any
-    ) -> MergingPart | ForecastPart:
-        """Our part in a sampling run with some arguments of ``CFGGuider.outer_sample``."""
+    def _sampling_of(self, guider: Any, given: Mapping[str, Any]) -> Sampling:
+        """A sampling run with some arguments of ``CFGGuider.outer_sample``."""
         config, schedule = self.config, given["sigmas"].tolist()
-        sampler, mask = function_of(given["sampler"]), given["denoise_mask"]
-        latents = Latents(sampler, mask, guider.model_options)
-        sampling: Any = guider.model_patcher.get_model_object("model_sampling")
+        to_noise = guider.model_patcher.get_model_object("model_sampling").percent_to_sigma
         on_step = None if self.on_step is None else guarded(self.on_step)
-        run = SamplingRun(config, Span(config, sampling.percent_to_sigma), on_step)
+        run = SamplingRun(config, Span(config, to_noise), on_step)
         run.total_steps = len(schedule) - 1
+        sampler = function_of(given["sampler"])
         steps = StepCount(run, schedule, sampler, by_calls=not self.merges)
+        latents = Latents(sampler, given["denoise_mask"], guider.model_options)
+        return Sampling(run, guider, sampler, steps, latents)
+
+    def _part_of(
+        self, sampling: Sampling, given: Mapping[str, Any], latent_shapes: Any
+    ) -> MergingPart | ForecastPart:
+        """Our part in a sampling run."""
         if not self.merges:
-            starts_empty = is_empty(given["latent_image"])
-            streams = sampled_streams(latent_shapes, mask)
-            return ForecastPart(run, steps, guider, sampler, latents, starts_empty, streams)
-        shallow = None
-        if self._may_be_shallow(guider):
-            shallow = ShallowPart(run, steps, guider, sampler, latents)
+            streams = sampled_streams(latent_shapes, given["denoise_mask"])
+            return ForecastPart(sampling, is_empty(given["latent_image"]), streams)
+        shallow = ShallowPart(sampling) if self._may_be_shallow(sampling.guider) else None
         with_details = self.wants_details is not None and self.wants_details()
-        name = type(guider.model_patcher.model.model_config).__name__
-        return MergingPart(run, steps, name, self.make_strategy, with_details, shallow)
+        return MergingPart(sampling, self.make_strategy, with_details, shallow)
 
     def _may_be_shallow(self, guider: Any) -> bool:
         """Whether the settings and the model allow shallow steps in a run."""

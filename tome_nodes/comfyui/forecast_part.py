@@ -18,7 +18,6 @@ from torch import Tensor
 from .. import reasons
 from ..run.counts import Counts
 from ..run.record import RunRecord
-from ..run.sampling_run import SamplingRun
 from ..skipping.forecasts import Forecasts
 from ..skipping.samplers import SAMPLERS, UNKNOWN
 from ..skipping.schedule import Schedule
@@ -26,44 +25,28 @@ from ..skipping.steps import LEAST_SNR, SHORTEST, ForecastStep, is_noise_alone
 from ..skipping.trajectory import has_memory, jumps, scale_of
 from .conditions import conditions_of, names_of
 from .guided_answers import (
-    Latents,
     is_cached,
-    is_flow,
     options_of,
     place_in,
     seen_by_guidance,
     wrapped,
 )
-from .step_count import StepCount
+from .sampling import Sampling
 
 
 class ForecastPart:
-    """Forecasts steps of one sampling run.
+    """Forecasts steps of one sampling run."""
 
-    Attributes:
-        steps: counts the steps of the run.
-    """
+    def __init__(self, sampling: Sampling, starts_empty: bool, streams: Sequence[slice]):
+        """Prepare a run.
 
-    def __init__(
-        self,
-        run: SamplingRun,
-        steps: StepCount,
-        guider: Any,
-        sampler: str,
-        latents: Latents,
-        starts_empty: bool,
-        streams: Sequence[slice],
-    ):
-        """Prepare a run whose steps are counted by ``steps``, under the sampler of this name.
-
-        ``latents`` follows the latents of the run. The model options of ``guider``, ComfyUI's, are
-        of this run alone. ``starts_empty`` is whether the latent holds no picture. ``streams`` are
-        those of the latent, see :func:`sampled_streams`.
+        ``starts_empty`` is whether the latent holds no picture. ``streams`` are those of the
+        latent, see :func:`sampled_streams`.
         """
-        self.steps = steps
+        run, noises = sampling.run, sampling.steps.schedule
+        self._sampling = sampling
         self._run = run
         self._forecasts = run.skipping = Forecasts(run.config.ratio, streams)
-        self._latents = latents
         # None in steps that run whatever was answered before.
         self._latent: Tensor | None = None
         self._calls: Counter[Hashable] = Counter()
@@ -73,15 +56,13 @@ class ForecastPart:
         self._added: list[Tensor] = []
         self._scale: float | None = None
         self._was_called = False
-        self._guider = guider
         self._answered: int | None = None
-        noises = steps.schedule
-        most = float(guider.model_patcher.get_model_object("model_sampling").sigma_max)
+        most = float(sampling.guider.model_patcher.get_model_object("model_sampling").sigma_max)
         from_noise = starts_empty or is_noise_alone(noises[0], most)
-        known = SAMPLERS.get(sampler, UNKNOWN)
-        self._schedule = Schedule(noises, is_flow(guider), known, from_noise)
+        known = SAMPLERS.get(sampling.sampler, UNKNOWN)
+        self._schedule = Schedule(noises, sampling.is_flow, known, from_noise)
         takes_over = not starts_empty and noises[0] < most
-        self._forecasts.obstacle = self._obstacle_before(sampler, takes_over)
+        self._forecasts.obstacle = self._obstacle_before(takes_over)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ForecastPart":
         # Another node may copy the transformer options, whose wrappers hold this.
@@ -91,9 +72,10 @@ class ForecastPart:
     def installed(self, model_options: Mapping[str, Any]) -> Iterator[None]:
         """Take part in the run; afterwards, no latent is kept of it."""
         try:
+            guider = self._sampling.guider
             with (
-                wrapped(self._guider, self.predict_noise, self.calc_cond_batch),
-                seen_by_guidance(self._guider, self.see_parts),
+                wrapped(guider, self.predict_noise, self.calc_cond_batch),
+                seen_by_guidance(guider, self.see_parts),
             ):
                 yield
         finally:
@@ -107,12 +89,11 @@ class ForecastPart:
             self._forecasts.obstacle = reasons.NOT_CALLED
         if self._forecasts.reason == reasons.UNEVEN:
             self._forecasts.obstacle = reasons.UNEVEN_IN_COMFYUI
-        name = type(self._guider.model_patcher.model.model_config).__name__
-        return [self._run.record(name, Counts())]
+        return [self._run.record(self._sampling.name, Counts())]
 
     def predict_noise(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
         """Wrap the guided answer of a step."""
-        with self.steps.answering(args[1]):
+        with self._sampling.steps.answering(args[1]):
             step = self._step_of(args[0], options_of(args, kwargs))
             is_forecast = step is not None and self._forecasts.begin(step, args[0])
             what = "forecast" if is_forecast else "model runs"
@@ -140,7 +121,7 @@ class ForecastPart:
             self._stop(reasons.MOMENTUM)
         if (missing := self._missing_after_jump(kept)) is not None:
             answer = kept = kept + missing
-        self._latents.note(kept)
+        self._sampling.latents.note(kept)
         return answer
 
     def _missing_after_jump(self, guided: Tensor) -> Tensor | None:
@@ -210,13 +191,13 @@ class ForecastPart:
             return None
         # Some nodes report less noise than the schedule has, in a part of the run.
         is_true = math.isclose(noise, self._schedule.noises[index], rel_tol=1e-4)
-        conditions = is_true, conditions_of(self._guider, options, noise)
-        follows = self._latents.begin(latent, noise)
+        conditions = is_true, conditions_of(self._sampling.guider, options, noise)
+        follows = self._sampling.latents.begin(latent, noise)
         return self._schedule.step(index, noise, conditions, run.is_active, follows)
 
-    def _obstacle_before(self, sampler: str, takes_over: bool) -> reasons.Reason | None:
+    def _obstacle_before(self, takes_over: bool) -> reasons.Reason | None:
         """Why nothing can be forecast in the run, as far as can be told before it."""
-        schedule, options = self._schedule, self._guider.model_options
+        schedule, options = self._schedule, self._sampling.guider.model_options
         why, count = self._run.span.why_none(schedule.noises[:-1]), self._run.total_steps
         if why is not None:
             return why
@@ -230,9 +211,9 @@ class ForecastPart:
             return reasons.TAKES_OVER
         # What follows is not so under euler, which is the advice.
         if schedule.sampler is UNKNOWN:
-            return reasons.sampler(sampler)
+            return reasons.sampler(self._sampling.sampler)
         if count < schedule.sampler.least:
-            return reasons.sampler_needs(sampler, schedule.sampler.least)
+            return reasons.sampler_needs(self._sampling.sampler, schedule.sampler.least)
         return schedule.obstacle
 
     def _stop(self, why: reasons.Reason) -> None:
@@ -244,7 +225,7 @@ class ForecastPart:
         """Keep no latent any more."""
         self._begin_calls(None)
         self._parts_before = []
-        self._latents.clear()
+        self._sampling.latents.clear()
         self._forecasts.clear()
 
 
@@ -262,19 +243,3 @@ def sampled_streams(shapes: Sequence[Sequence[int]] | None, mask: Tensor | None)
         if mask is None or mask.flatten(1)[:, begin:end].any():
             streams.append(slice(begin, end))
     return streams
-
-
-def function_of(sampler: Any) -> str:
-    """The name of a sampler, or of the sampler that it wraps, without ``sample_``."""
-    options = getattr(sampler, "extra_options", {})
-    for inner in options.values():
-        if hasattr(inner, "sampler_function"):
-            return function_of(inner)
-    function = getattr(sampler, "sampler_function", None)
-    name = str(getattr(function, "__name__", type(sampler).__name__)).removeprefix("sample_")
-    name = _NAMES.get(name, name)
-    return f"{name} with s_churn" if options.get("s_churn") else name
-
-
-_NAMES = {"unipc": "uni_pc", "unipc_bh2": "uni_pc_bh2"}
-"""The names of samplers whose functions have another."""

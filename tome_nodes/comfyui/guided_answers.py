@@ -10,7 +10,6 @@ from typing import Any
 
 import comfy.samplers
 import torch
-from comfy.model_sampling import CONST
 from comfy.patcher_extension import WrappersMP
 from torch import Tensor
 
@@ -130,11 +129,6 @@ def options_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, A
     """The model options among the arguments of ``CFGGuider.predict_noise``."""
     options: Mapping[str, Any] = args[2] if len(args) > 2 else kwargs.get("model_options", {})
     return options
-
-
-def is_flow(guider: Any) -> bool:
-    """Whether latents of a guider's model go straight from noise to a picture."""
-    return isinstance(guider.model_patcher.get_model_object("model_sampling"), CONST)
 
 
 def is_cached(model_options: Mapping[str, Any]) -> bool:

@@ -23,7 +23,6 @@ from ..merging.evaluation import Evaluation
 from ..merging.model import unwrapped
 from ..merging.model_run import ModelRun, why_stopped
 from ..run.record import RunRecord
-from ..run.sampling_run import SamplingRun
 from ..strategies.plan import Grid
 from . import comfy_compiler, host_checks, neighbours
 from .model_report import ModelReport
@@ -31,9 +30,9 @@ from .models import family_of
 from .models.base import ComfyFamily
 from .models.unet import deep_blocks, has_patches
 from .neighbours import KEY
+from .sampling import Sampling
 from .shallow_call import shallow_control, shallow_options
 from .shallow_part import ShallowPart
-from .step_count import StepCount
 
 # Not ``__name__``: ComfyUI names the package after its folder.
 log = logging.getLogger("tome_nodes")
@@ -70,29 +69,22 @@ def apply_model(
 
 
 class MergingPart:
-    """Merges tokens in one sampling run, which may evaluate several models in several threads.
-
-    Attributes:
-        steps: counts the steps of the run.
-    """
+    """Merges tokens in one sampling run, which may evaluate several models in several threads."""
 
     def __init__(
         self,
-        run: SamplingRun,
-        steps: StepCount,
-        name: str,
+        sampling: Sampling,
         make_strategy: MakeStrategy,
         with_details: bool,
         shallow: ShallowPart | None = None,
     ):
-        """Prepare a run of a model of this kind, whose steps are counted by ``steps``.
+        """Prepare a run.
 
         ``shallow`` says which evaluations are shallow; None if none is. ``with_details`` is whether
         to record the run in detail.
         """
-        self.steps = steps
-        self._run = run
-        self._name = name
+        self._sampling = sampling
+        self._run = sampling.run
         self._make_strategy = make_strategy
         self._with_details = with_details
         self._shallow = shallow
@@ -133,7 +125,7 @@ class MergingPart:
         """
         network = unwrapped(model.diffusion_model)
         with self._lock:
-            self.steps.begin_evaluation(t)
+            self._sampling.steps.begin_evaluation(t)
             if network not in self._known:
                 self._known[network] = self._met(network, model, shape, t.device)
             known = self._known[network]
@@ -218,10 +210,10 @@ class MergingPart:
 
     def finish(self) -> list[RunRecord]:
         """The records of the run, one for each class of model; none if nothing was sampled."""
-        if not self._known and self.steps.done:
-            return [self._run.unseen(self._name)]
+        if not self._known and self._sampling.steps.done:
+            return [self._run.unseen(self._sampling.name)]
         others = {neighbours.short(other) for other in self._others}
-        gpu_waited = self.steps.gpu_waited
+        gpu_waited = self._sampling.steps.gpu_waited
         return [
             report.finish(type(model.model_config).__name__, run, others, gpu_waited)
             for report, run, model in self._reports.values()

@@ -15,14 +15,13 @@ from comfy.patcher_extension import WrapperExecutor
 from torch import Tensor
 
 from .. import reasons
-from ..run.sampling_run import SamplingRun
 from ..skipping.plan import LEAST_SNR, adds_noise
 from ..skipping.shallow_run import ShallowRun
 from ..skipping.steps import log_snr, log_snrs
 from .conditions import conditions_of
-from .guided_answers import Latents, is_cached, is_flow, options_of, place_in, wrapped
+from .guided_answers import is_cached, options_of, place_in, wrapped
+from .sampling import Sampling
 from .shallow_call import Options
-from .step_count import StepCount
 
 
 class ShallowPart:
@@ -32,27 +31,12 @@ class ShallowPart:
         shallow: decides which of them are shallow, and keeps features for them.
     """
 
-    def __init__(
-        self,
-        run: SamplingRun,
-        steps: StepCount,
-        guider: Any,
-        sampler: str,
-        latents: Latents,
-    ):
-        """Prepare a run whose steps are counted by ``steps``, under the sampler of this name.
-
-        ``latents`` follows the latents of the run. The model options of ``guider``, ComfyUI's, are
-        of this run alone.
-        """
-        self.shallow = run.skipping = ShallowRun(
-            run.config.shallow_ratio, goes_on=not adds_noise(sampler)
-        )
+    def __init__(self, sampling: Sampling):
+        run = sampling.run
+        goes_on = not adds_noise(sampling.sampler)
+        self.shallow = run.skipping = ShallowRun(run.config.shallow_ratio, goes_on)
+        self._sampling = sampling
         self._run = run
-        self._steps = steps
-        self._guider = guider
-        self._is_flow = is_flow(guider)
-        self._latents = latents
         self._latent: Tensor | None = None
         self._where: Hashable = None
         self._answers = 0
@@ -70,22 +54,22 @@ class ShallowPart:
     def installed(self) -> Iterator[None]:
         """Take part in the run; afterwards, nothing is kept of it."""
         try:
-            with wrapped(self._guider, self.predict_noise, self.calc_cond_batch):
+            with wrapped(self._sampling.guider, self.predict_noise, self.calc_cond_batch):
                 yield
         finally:
             self.shallow.clear()
-            self._latents.clear()
+            self._sampling.latents.clear()
             self._latent = None
 
     def predict_noise(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
         """Wrap a guided answer, for which the model may be called several times."""
-        with self._steps.answering(args[1]):
+        with self._sampling.steps.answering(args[1]):
             if self.shallow.obstacle is not None:
                 return executor(*args, **kwargs)
             self._latent = args[0]
             self._begin(args[0], options_of(args, kwargs))
             answer = executor(*args, **kwargs)
-            self._latents.note(answer)
+            self._sampling.latents.note(answer)
             return answer
 
     def calc_cond_batch(
@@ -99,7 +83,7 @@ class ShallowPart:
     def stop(self, why: reasons.Reason) -> None:
         """Run the rest whole, and drop what is kept: memory may be short."""
         self.shallow.stop(why)
-        self._latents.clear()
+        self._sampling.latents.clear()
 
     def keys_of(
         self, options: Options, shape: Sequence[int], device: torch.device
@@ -124,38 +108,38 @@ class ShallowPart:
 
     def _begin(self, latent: Tensor, options: Mapping[str, Any]) -> None:
         """Begin a guided answer: decide whether it is shallow."""
-        index, done = self._answers, self._steps.done
+        index, done = self._answers, self._sampling.steps.done
         self._answers += 1
         while len(self._first_of_step) <= done:
             self._first_of_step.append(index)
         if not self._is_planned and done >= 2:
             # Two steps have told how many evaluations a step has.
             evaluations = self._first_of_step[2] - self._first_of_step[1]
-            *others, last = log_snrs(self._steps.schedule[:-1], self._is_flow)
+            *others, last = log_snrs(self._sampling.steps.schedule[:-1], self._sampling.is_flow)
             # All samplers evaluate the step that leaves no noise once.
-            once = self._steps.schedule[-1] == 0
+            once = self._sampling.steps.schedule[-1] == 0
             levels = [level for level in others for _ in range(evaluations)]
             self.shallow.plan([*levels, *[last] * (1 if once else evaluations)])
             self._is_planned = True
         noise, is_active = self._run.noise, self._run.is_active
-        conditions = conditions_of(self._guider, options, noise)
+        conditions = conditions_of(self._sampling.guider, options, noise)
         is_new, self._conditions = conditions != self._conditions, conditions
         if is_new:
             self.shallow.clear()
-        self._place = log_snr(noise, self._is_flow) if noise > 0 else self._place
+        self._place = log_snr(noise, self._sampling.is_flow) if noise > 0 else self._place
         self.shallow.begin(index, self._place, may_be_shallow=is_active and not is_new)
-        self.shallow.follow(self._latents.begin(latent, noise))
+        self.shallow.follow(self._sampling.latents.begin(latent, noise))
 
     def _obstacle_before(self) -> reasons.Reason | None:
         """Why no evaluation can be shallow, as far as can be told before the run."""
-        schedule = self._steps.schedule
+        schedule = self._sampling.steps.schedule
         why = self._run.span.why_none(schedule[:-1])
         why = why or self.shallow.too_short(self._run.total_steps)
         if why is not None:
             return why
         if any(after >= before for before, after in pairwise(schedule)):
             return reasons.NOISE_RISES
-        if schedule[-1] == 0 and log_snr(schedule[-2], self._is_flow) < LEAST_SNR:
+        if schedule[-1] == 0 and log_snr(schedule[-2], self._sampling.is_flow) < LEAST_SNR:
             return reasons.UNEVEN
-        options = self._guider.model_options
+        options = self._sampling.guider.model_options
         return reasons.CACHE if is_cached(options) else None
