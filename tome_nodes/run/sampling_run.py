@@ -1,6 +1,7 @@
 """One sampling run: its steps, what was done in them, and why not more was."""
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -64,9 +65,7 @@ class SamplingRun:
     @property
     def why_off(self) -> reasons.Reason | None:
         """Why the settings do not act in the current step; None if they do."""
-        if self.is_active or self._first_noise is None:
-            return None
-        return self.span.reason(self._first_noise)
+        return None if self.is_active else self._why_never_on
 
     def mark(self, step: int, device: torch.device | None = None) -> None:
         """Note that a step begins now, unless its begin is known.
@@ -115,14 +114,18 @@ class SamplingRun:
         )
 
     def _why_unskipped(self, skipping: Skipping) -> reasons.Reason:
-        if self._first_noise is None:
-            return reasons.NOT_CALLED
-        return skipping.reason if self._was_active else self.span.reason(self._first_noise)
+        return skipping.reason if self._was_active else self._why_never_on
+
+    @cached_property
+    def _why_never_on(self) -> reasons.Reason:
+        """Why the settings act in no step, if they do not."""
+        first = self._first_noise
+        return reasons.NOT_CALLED if first is None else self.span.reason(first)
 
     def _begun(self) -> Mapping[int, float]:
         """When each step began, in seconds since the first."""
         clock = self._clock
-        if clock is None or not self._began:
+        if clock is None:
             return {}
         clock.wait()
         first = next(iter(self._began.values()))
