@@ -173,7 +173,7 @@ def _both(
     if last is None:
         raise RuntimeError("the other node has removed ours from the model")
     if last.nothing is not None:
-        unskipped = None if last.unskipped is None else last.unskipped[1]
+        unskipped = None if last.unskipped is None else last.unskipped.reason
         return _Run(result, True, [str(last.unmerged or unskipped)])
     reason = last.counts.most_common_reason
     return _Run(

@@ -1,5 +1,6 @@
 """Runs of UNets that merge tokens and have shallow steps."""
 
+import copy
 import re
 
 import comfy.model_management
@@ -121,3 +122,34 @@ def test_an_error_in_the_middle_leaves_nothing(sd15):
         assert overridden(sd15) == []
         assert torch.equal(from_noise(patched), expected), error
     assert torch.equal(from_noise(sd15), plain)
+
+
+@pytest.mark.parametrize("sampler", ["heun", "dpm_2", "dpmpp_sde", "dpmpp_2m"])
+def test_evaluations_within_a_step_are_told_at_their_own_noise_level(sd15, sampler):
+    """Percents that leave nothing out have each level read, so they show what else is taken."""
+    runs = [
+        from_noise(attach(sd15, fast(**span)), sampler=sampler, scheduler="simple")
+        for span in ({}, {"end_percent": 0.9999})
+    ]
+    assert torch.equal(*runs)
+
+
+@pytest.mark.parametrize("kind", ["sd15", "flux"])
+@pytest.mark.parametrize("level", [0.0, 1.0])
+def test_a_schedule_without_steps_gives_back_the_latent(models, kind, level):
+    expected, result = (
+        sample(model, KINDS[kind], picture=2.0, sigmas=torch.tensor([level]))
+        for model in (models(kind), attach(models(kind), fast()))
+    )
+    assert torch.equal(result, expected)
+
+
+def test_a_sampling_of_another_node_is_asked_for_percents_only_where_they_count(sd15):
+    class Odd(type(sd15.get_model_object("model_sampling"))):
+        percent_to_sigma = property()
+
+    patched = attach(sd15, fast())
+    expected, odd = from_noise(patched), copy.copy(sd15.get_model_object("model_sampling"))
+    odd.__class__ = Odd
+    patched.add_object_patch("model_sampling", odd)
+    assert torch.equal(from_noise(patched), expected)

@@ -256,7 +256,7 @@ def test_beside_a_cache_that_skips_steps_all_are_whole(name):
     patched = neighbour.patch(attach(model_of("sdxl"), fast()), "sdxl")
     run(patched, 6)
     assert not shallow_of(patched)
-    assert last_run(patched).unskipped[1] == reasons.CACHE
+    assert last_run(patched).unskipped.reason == reasons.CACHE
 
 
 def with_wrapper(model, wrapper):
@@ -341,7 +341,7 @@ def test_without_memory_for_features_the_run_goes_on_whole(sdxl, monkeypatch, lo
     patched = attach(sdxl, fast())
     assert torch.equal(run(patched), whole)
     assert not shallow_of(patched)
-    assert last_run(patched).unskipped[1] == reasons.NO_MEMORY
+    assert last_run(patched).unskipped.reason == reasons.NO_MEMORY
     said = [line for line in log_messages() if "goes on without shallow steps" in line]
     assert len(said) == 1
 
@@ -437,7 +437,7 @@ def test_why_no_step_is_shallow(sdxl, options, why):
     patched = attach(sdxl, fast(**options))
     run(patched, steps)
     assert not shallow_of(patched)
-    assert last_run(patched).unskipped[1] == (why or reasons.percents(0.0, 0.0, 0.0))
+    assert last_run(patched).unskipped.reason == (why or reasons.percents(0.0, 0.0, 0.0))
 
 
 @pytest.mark.newest_only

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from comfy.model_patcher import ModelPatcher
+from comfy.model_sampling import CONST
 from comfy.patcher_extension import CallbacksMP, WrapperExecutor, WrappersMP
 from torch import Tensor, nn
 
@@ -24,6 +25,7 @@ from ..run.span import Span
 from ..settings.config import ToMeConfig
 from ..strategies import make_strategy
 from . import host_checks, run_log, workflow
+from .comfy_run import ComfyRun, function_of
 from .forecast_part import ForecastPart, sampled_streams
 from .guided_answers import Latents
 from .merging_part import MergingPart, apply_model
@@ -31,7 +33,6 @@ from .model_report import guarded, warn
 from .models import check_forecasts, family_of, is_of_video, is_unet
 from .models.unet import deep_layers
 from .neighbours import KEY
-from .sampling import Sampling, function_of
 from .shallow_part import ShallowPart
 from .step_count import StepCount
 
@@ -184,37 +185,39 @@ class _Attachment:
         guider = executor.class_obj
         given = {name: kwargs.get(name) for name in host_checks.OUTER_SAMPLE}
         given |= zip(host_checks.OUTER_SAMPLE, args, strict=False)
-        sampling = self._sampling_of(guider, given)
-        part = self._part_of(sampling, given, kwargs.get("latent_shapes"))
+        run = self._run_of(guider, given)
+        part = self._part_of(run, given, kwargs.get("latent_shapes"))
         others = {name: value for name, value in kwargs.items() if name not in given}
         with self._kept() as keep, part.installed(guider.model_options):
-            given["callback"] = sampling.steps.watching(given["callback"])
+            given["callback"] = run.steps.watching(given["callback"])
             result = executor(*given.values(), *args[len(given) :], **others)
             keep(part)
         return result
 
-    def _sampling_of(self, guider: Any, given: Mapping[str, Any]) -> Sampling:
+    def _run_of(self, guider: Any, given: Mapping[str, Any]) -> ComfyRun:
         """A sampling run with some arguments of ``CFGGuider.outer_sample``."""
         config, schedule = self.config, given["sigmas"].tolist()
-        to_noise = guider.model_patcher.get_model_object("model_sampling").percent_to_sigma
+        sampling: Any = guider.model_patcher.get_model_object("model_sampling")
         on_step = None if self.on_step is None else guarded(self.on_step)
-        run = SamplingRun(config, Span(config, to_noise), on_step)
+        run = SamplingRun(
+            config, Span(config, lambda percent: sampling.percent_to_sigma(percent)), on_step
+        )
         run.total_steps = len(schedule) - 1
         sampler = function_of(given["sampler"])
         steps = StepCount(run, schedule, sampler, by_calls=not self.merges)
         latents = Latents(sampler, given["denoise_mask"], guider.model_options)
-        return Sampling(run, guider, sampler, steps, latents)
+        return ComfyRun(run, guider, sampler, isinstance(sampling, CONST), steps, latents)
 
     def _part_of(
-        self, sampling: Sampling, given: Mapping[str, Any], latent_shapes: Any
+        self, run: ComfyRun, given: Mapping[str, Any], latent_shapes: Any
     ) -> MergingPart | ForecastPart:
         """Our part in a sampling run."""
         if not self.merges:
             streams = sampled_streams(latent_shapes, given["denoise_mask"])
-            return ForecastPart(sampling, is_empty(given["latent_image"]), streams)
-        shallow = ShallowPart(sampling) if self._may_be_shallow(sampling.guider) else None
+            return ForecastPart(run, is_empty(given["latent_image"]), streams)
+        shallow = ShallowPart(run) if self._may_be_shallow(run.guider) else None
         with_details = self.wants_details is not None and self.wants_details()
-        return MergingPart(sampling, self.make_strategy, with_details, shallow)
+        return MergingPart(run, self.make_strategy, with_details, shallow)
 
     def _may_be_shallow(self, guider: Any) -> bool:
         """Whether the settings and the model allow shallow steps in a run."""

@@ -23,6 +23,7 @@ from ..skipping.samplers import SAMPLERS, UNKNOWN
 from ..skipping.schedule import Schedule
 from ..skipping.steps import LEAST_SNR, SHORTEST, ForecastStep, is_noise_alone
 from ..skipping.trajectory import has_memory, jumps, scale_of
+from .comfy_run import ComfyRun
 from .conditions import conditions_of, names_of
 from .guided_answers import (
     is_cached,
@@ -31,20 +32,19 @@ from .guided_answers import (
     seen_by_guidance,
     wrapped,
 )
-from .sampling import Sampling
 
 
 class ForecastPart:
     """Forecasts steps of one sampling run."""
 
-    def __init__(self, sampling: Sampling, starts_empty: bool, streams: Sequence[slice]):
+    def __init__(self, comfy_run: ComfyRun, starts_empty: bool, streams: Sequence[slice]):
         """Prepare a run.
 
         ``starts_empty`` is whether the latent holds no picture. ``streams`` are those of the
         latent, see :func:`sampled_streams`.
         """
-        run, noises = sampling.run, sampling.steps.schedule
-        self._sampling = sampling
+        run, noises = comfy_run.run, comfy_run.steps.schedule
+        self._comfy_run = comfy_run
         self._run = run
         self._forecasts = run.skipping = Forecasts(run.config.ratio, streams)
         # None in steps that run whatever was answered before.
@@ -57,10 +57,10 @@ class ForecastPart:
         self._scale: float | None = None
         self._was_called = False
         self._answered: int | None = None
-        most = float(sampling.guider.model_patcher.get_model_object("model_sampling").sigma_max)
+        most = float(comfy_run.guider.model_patcher.get_model_object("model_sampling").sigma_max)
         from_noise = starts_empty or is_noise_alone(noises[0], most)
-        known = SAMPLERS.get(sampling.sampler, UNKNOWN)
-        self._schedule = Schedule(noises, sampling.is_flow, known, from_noise)
+        known = SAMPLERS.get(comfy_run.sampler, UNKNOWN)
+        self._schedule = Schedule(noises, comfy_run.is_flow, known, from_noise)
         takes_over = not starts_empty and noises[0] < most
         self._forecasts.obstacle = self._obstacle_before(takes_over)
 
@@ -72,7 +72,7 @@ class ForecastPart:
     def installed(self, model_options: Mapping[str, Any]) -> Iterator[None]:
         """Take part in the run; afterwards, no latent is kept of it."""
         try:
-            guider = self._sampling.guider
+            guider = self._comfy_run.guider
             with (
                 wrapped(guider, self.predict_noise, self.calc_cond_batch),
                 seen_by_guidance(guider, self.see_parts),
@@ -85,15 +85,16 @@ class ForecastPart:
         """The record of the run; none if no step was sampled."""
         if not self._run.has_begun:
             return []
-        if self._forecasts.reason == reasons.CHANGES and not self._was_called:
-            self._forecasts.obstacle = reasons.NOT_CALLED
-        if self._forecasts.reason == reasons.UNEVEN:
-            self._forecasts.obstacle = reasons.UNEVEN_IN_COMFYUI
-        return [self._run.record(self._sampling.name, Counts())]
+        why = self._forecasts.reason
+        if why == reasons.CHANGES and not self._was_called:
+            why = reasons.NOT_CALLED
+        elif why == reasons.UNEVEN:
+            why = reasons.UNEVEN_IN_COMFYUI
+        return [self._run.record(self._comfy_run.name, Counts(), why=why)]
 
     def predict_noise(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
         """Wrap the guided answer of a step."""
-        with self._sampling.steps.answering(args[1]):
+        with self._comfy_run.steps.answering(args[1]):
             step = self._step_of(args[0], options_of(args, kwargs))
             is_forecast = step is not None and self._forecasts.begin(step, args[0])
             what = "forecast" if is_forecast else "model runs"
@@ -121,7 +122,7 @@ class ForecastPart:
             self._stop(reasons.MOMENTUM)
         if (missing := self._missing_after_jump(kept)) is not None:
             answer = kept = kept + missing
-        self._sampling.latents.note(kept)
+        self._comfy_run.latents.note(kept)
         return answer
 
     def _missing_after_jump(self, guided: Tensor) -> Tensor | None:
@@ -191,13 +192,13 @@ class ForecastPart:
             return None
         # Some nodes report less noise than the schedule has, in a part of the run.
         is_true = math.isclose(noise, self._schedule.noises[index], rel_tol=1e-4)
-        conditions = is_true, conditions_of(self._sampling.guider, options, noise)
-        follows = self._sampling.latents.begin(latent, noise)
+        conditions = is_true, conditions_of(self._comfy_run.guider, options, noise)
+        follows = self._comfy_run.latents.begin(latent, noise)
         return self._schedule.step(index, noise, conditions, run.is_active, follows)
 
     def _obstacle_before(self, takes_over: bool) -> reasons.Reason | None:
         """Why nothing can be forecast in the run, as far as can be told before it."""
-        schedule, options = self._schedule, self._sampling.guider.model_options
+        schedule, options = self._schedule, self._comfy_run.guider.model_options
         why, count = self._run.span.why_none(schedule.noises[:-1]), self._run.total_steps
         if why is not None:
             return why
@@ -211,9 +212,9 @@ class ForecastPart:
             return reasons.TAKES_OVER
         # What follows is not so under euler, which is the advice.
         if schedule.sampler is UNKNOWN:
-            return reasons.sampler(self._sampling.sampler)
+            return reasons.sampler(self._comfy_run.sampler)
         if count < schedule.sampler.least:
-            return reasons.sampler_needs(self._sampling.sampler, schedule.sampler.least)
+            return reasons.sampler_needs(self._comfy_run.sampler, schedule.sampler.least)
         return schedule.obstacle
 
     def _stop(self, why: reasons.Reason) -> None:
@@ -225,7 +226,7 @@ class ForecastPart:
         """Keep no latent any more."""
         self._begin_calls(None)
         self._parts_before = []
-        self._sampling.latents.clear()
+        self._comfy_run.latents.clear()
         self._forecasts.clear()
 
 

@@ -25,12 +25,12 @@ from ..merging.model_run import ModelRun, why_stopped
 from ..run.record import RunRecord
 from ..strategies.plan import Grid
 from . import comfy_compiler, host_checks, neighbours
+from .comfy_run import ComfyRun
 from .model_report import ModelReport
 from .models import family_of
 from .models.base import ComfyFamily
 from .models.unet import deep_blocks, has_patches
 from .neighbours import KEY
-from .sampling import Sampling
 from .shallow_call import shallow_control, shallow_options
 from .shallow_part import ShallowPart
 
@@ -73,7 +73,7 @@ class MergingPart:
 
     def __init__(
         self,
-        sampling: Sampling,
+        comfy_run: ComfyRun,
         make_strategy: MakeStrategy,
         with_details: bool,
         shallow: ShallowPart | None = None,
@@ -83,8 +83,8 @@ class MergingPart:
         ``shallow`` says which evaluations are shallow; None if none is. ``with_details`` is whether
         to record the run in detail.
         """
-        self._sampling = sampling
-        self._run = sampling.run
+        self._comfy_run = comfy_run
+        self._run = comfy_run.run
         self._make_strategy = make_strategy
         self._with_details = with_details
         self._shallow = shallow
@@ -125,18 +125,18 @@ class MergingPart:
         """
         network = unwrapped(model.diffusion_model)
         with self._lock:
-            self._sampling.steps.begin_evaluation(t)
+            self._comfy_run.steps.begin_evaluation(t)
             if network not in self._known:
                 self._known[network] = self._met(network, model, shape, t.device)
             known = self._known[network]
             step, off = self._run.index, self._run.why_off
         if known is None:
             return call()
-        family, run = known
+        family, model_run = known
         others = neighbours.modules_in(options)
         self._others |= others
-        obstacle = off or family.obstacle(network, conditions) or neighbours.obstacle_in(others)
-        if off is None and torch.is_grad_enabled() and _recomputes(network):
+        obstacle = family.obstacle(network, conditions) or neighbours.obstacle_in(others)
+        if torch.is_grad_enabled() and _recomputes(network):
             obstacle = reasons.RECOMPUTED
         grid, dtype = family.grid(network, shape), model.get_dtype_inference()
         evaluation = Evaluation(
@@ -146,25 +146,25 @@ class MergingPart:
             latent=grid,
             device=t.device,
             dtype=dtype,
-            is_active=off is None,
+            off=off,
             obstacle=obstacle,
             may_be_patched=has_patches(options),
         )
         shallow, deep = self._shallow, self._deep.get(network)
         if shallow is None or deep is None:
-            return run.evaluate(call, evaluation)
+            return model_run.evaluate(call, evaluation)
         keys = shallow.keys_of(options, shape, t.device)
         if keys is None:
-            return run.evaluate(call, evaluation)
+            return model_run.evaluate(call, evaluation)
         given = None
         try:
-            given, blocks = shallow.shallow.given(keys), len(network.output_blocks)
+            given, blocks = shallow.shallow_run.given(keys), len(network.output_blocks)
             if given is not None:
                 control = shallow_control(conditions["control"], blocks)
                 own = partial(call, shallow_options(options, blocks), control)
-                return run.evaluate_shallow(own, evaluation, deep, given)
-            answer, came = run.evaluate_watched(call, evaluation, deep)
-            shallow.shallow.keep(keys, came)
+                return model_run.evaluate_shallow(own, evaluation, deep, given)
+            answer, came = model_run.evaluate_watched(call, evaluation, deep)
+            shallow.shallow_run.keep(keys, came)
             return answer
         except InterruptProcessingException:
             raise
@@ -175,7 +175,7 @@ class MergingPart:
             given = came = None
         # Not in the except block, where the traceback keeps the tensors of the evaluation.
         shallow.stop(why)
-        return run.evaluate(call, evaluation)
+        return model_run.evaluate(call, evaluation)
 
     def _met(
         self, network: nn.Module, model: Any, shape: Sequence[int], device: torch.device
@@ -210,10 +210,10 @@ class MergingPart:
 
     def finish(self) -> list[RunRecord]:
         """The records of the run, one for each class of model; none if nothing was sampled."""
-        if not self._known and self._sampling.steps.done:
-            return [self._run.unseen(self._sampling.name)]
+        if not self._known and self._comfy_run.steps.done:
+            return [self._run.unseen(self._comfy_run.name)]
         others = {neighbours.short(other) for other in self._others}
-        gpu_waited = self._sampling.steps.gpu_waited
+        gpu_waited = self._comfy_run.steps.gpu_waited
         return [
             report.finish(type(model.model_config).__name__, run, others, gpu_waited)
             for report, run, model in self._reports.values()

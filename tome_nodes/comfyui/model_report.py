@@ -70,7 +70,7 @@ class ModelReport(Observer):
         """
         recording = None if self._details is None else self._details.finish()
         merged = Merged(
-            run=run,
+            model_run=run,
             latent=self._latent,
             others=others,
             gpu_waited=gpu_waited,

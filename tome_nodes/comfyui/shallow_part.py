@@ -18,9 +18,9 @@ from .. import reasons
 from ..skipping.plan import LEAST_SNR, adds_noise
 from ..skipping.shallow_run import ShallowRun
 from ..skipping.steps import log_snr, log_snrs
+from .comfy_run import ComfyRun
 from .conditions import conditions_of
 from .guided_answers import is_cached, options_of, place_in, wrapped
-from .sampling import Sampling
 from .shallow_call import Options
 
 
@@ -28,14 +28,14 @@ class ShallowPart:
     """Tells a :class:`ShallowRun` of the evaluations of one sampling run.
 
     Attributes:
-        shallow: decides which of them are shallow, and keeps features for them.
+        shallow_run: decides which of them are shallow, and keeps features for them.
     """
 
-    def __init__(self, sampling: Sampling):
-        run = sampling.run
-        goes_on = not adds_noise(sampling.sampler)
-        self.shallow = run.skipping = ShallowRun(run.config.shallow_ratio, goes_on)
-        self._sampling = sampling
+    def __init__(self, comfy_run: ComfyRun):
+        run = comfy_run.run
+        goes_on = not adds_noise(comfy_run.sampler)
+        self.shallow_run = run.skipping = ShallowRun(run.config.shallow_ratio, goes_on)
+        self._comfy_run = comfy_run
         self._run = run
         self._latent: Tensor | None = None
         self._where: Hashable = None
@@ -44,7 +44,7 @@ class ShallowPart:
         self._is_planned = False
         self._conditions: Hashable = None
         self._place = 0.0
-        self.shallow.obstacle = self._obstacle_before()
+        self.shallow_run.obstacle = self._obstacle_before()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShallowPart":
         # Another node may copy the transformer options, whose wrappers hold this.
@@ -54,36 +54,36 @@ class ShallowPart:
     def installed(self) -> Iterator[None]:
         """Take part in the run; afterwards, nothing is kept of it."""
         try:
-            with wrapped(self._sampling.guider, self.predict_noise, self.calc_cond_batch):
+            with wrapped(self._comfy_run.guider, self.predict_noise, self.calc_cond_batch):
                 yield
         finally:
-            self.shallow.clear()
-            self._sampling.latents.clear()
+            self.shallow_run.clear()
+            self._comfy_run.latents.clear()
             self._latent = None
 
     def predict_noise(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
         """Wrap a guided answer, for which the model may be called several times."""
-        with self._sampling.steps.answering(args[1]):
-            if self.shallow.obstacle is not None:
+        with self._comfy_run.steps.answering(args[1]):
+            if self.shallow_run.obstacle is not None:
                 return executor(*args, **kwargs)
             self._latent = args[0]
             self._begin(args[0], options_of(args, kwargs))
             answer = executor(*args, **kwargs)
-            self._sampling.latents.note(answer)
+            self._comfy_run.latents.note(answer)
             return answer
 
     def calc_cond_batch(
         self, executor: WrapperExecutor, model: Any, conds: Any, x_in: Tensor, *others: Any
     ) -> Any:
         """Wrap the answers to some conditions, in a window of the latent or in all of it."""
-        if self._latent is not None and self.shallow.obstacle is None:
+        if self._latent is not None and self.shallow_run.obstacle is None:
             self._where = place_in(x_in, self._latent)
         return executor(model, conds, x_in, *others)
 
     def stop(self, why: reasons.Reason) -> None:
         """Run the rest whole, and drop what is kept: memory may be short."""
-        self.shallow.stop(why)
-        self._sampling.latents.clear()
+        self.shallow_run.stop(why)
+        self._comfy_run.latents.clear()
 
     def keys_of(
         self, options: Options, shape: Sequence[int], device: torch.device
@@ -104,42 +104,42 @@ class ShallowPart:
         if self._where is not None:
             names = [(name, self._where) for name in names]
         # Another node may call the model for a part of them.
-        return self.shallow.keys_of(names, shape, device)
+        return self.shallow_run.keys_of(names, shape, device)
 
     def _begin(self, latent: Tensor, options: Mapping[str, Any]) -> None:
         """Begin a guided answer: decide whether it is shallow."""
-        index, done = self._answers, self._sampling.steps.done
+        index, done = self._answers, self._comfy_run.steps.done
         self._answers += 1
         while len(self._first_of_step) <= done:
             self._first_of_step.append(index)
         if not self._is_planned and done >= 2:
             # Two steps have told how many evaluations a step has.
             evaluations = self._first_of_step[2] - self._first_of_step[1]
-            *others, last = log_snrs(self._sampling.steps.schedule[:-1], self._sampling.is_flow)
+            *others, last = log_snrs(self._comfy_run.steps.schedule[:-1], self._comfy_run.is_flow)
             # All samplers evaluate the step that leaves no noise once.
-            once = self._sampling.steps.schedule[-1] == 0
+            once = self._comfy_run.steps.schedule[-1] == 0
             levels = [level for level in others for _ in range(evaluations)]
-            self.shallow.plan([*levels, *[last] * (1 if once else evaluations)])
+            self.shallow_run.plan([*levels, *[last] * (1 if once else evaluations)])
             self._is_planned = True
         noise, is_active = self._run.noise, self._run.is_active
-        conditions = conditions_of(self._sampling.guider, options, noise)
+        conditions = conditions_of(self._comfy_run.guider, options, noise)
         is_new, self._conditions = conditions != self._conditions, conditions
         if is_new:
-            self.shallow.clear()
-        self._place = log_snr(noise, self._sampling.is_flow) if noise > 0 else self._place
-        self.shallow.begin(index, self._place, may_be_shallow=is_active and not is_new)
-        self.shallow.follow(self._sampling.latents.begin(latent, noise))
+            self.shallow_run.clear()
+        self._place = log_snr(noise, self._comfy_run.is_flow) if noise > 0 else self._place
+        self.shallow_run.begin(index, self._place, may_be_shallow=is_active and not is_new)
+        self.shallow_run.follow(self._comfy_run.latents.begin(latent, noise))
 
     def _obstacle_before(self) -> reasons.Reason | None:
         """Why no evaluation can be shallow, as far as can be told before the run."""
-        schedule = self._sampling.steps.schedule
+        schedule = self._comfy_run.steps.schedule
         why = self._run.span.why_none(schedule[:-1])
-        why = why or self.shallow.too_short(self._run.total_steps)
+        why = why or self.shallow_run.too_short(self._run.total_steps)
         if why is not None:
             return why
         if any(after >= before for before, after in pairwise(schedule)):
             return reasons.NOISE_RISES
-        if schedule[-1] == 0 and log_snr(schedule[-2], self._sampling.is_flow) < LEAST_SNR:
+        if schedule[-1] == 0 and log_snr(schedule[-2], self._comfy_run.is_flow) < LEAST_SNR:
             return reasons.UNEVEN
-        options = self._sampling.guider.model_options
+        options = self._comfy_run.guider.model_options
         return reasons.CACHE if is_cached(options) else None

@@ -47,6 +47,7 @@ class StepCount:
         self._is_counted = False
         self._may_count = not sampler.startswith(_COUNTS_OTHERWISE)
         self._index = 0
+        self._answers = 0
         self._is_answering = False
         self._gpu: torch.device | None = None
         self._waits: list[bool] = []
@@ -77,26 +78,30 @@ class StepCount:
 
         ``t`` are the noise levels of the samples.
         """
-        self._begin(t)
-        self._is_answering = True
+        # A sampler that asks once in a step asks at the level of the step. Of the second answer it
+        # is not known yet whether it is of the first step or of the second.
+        asks_once = self._answers == self.done != 1
+        self._answers += 1
+        self._begin(t, must_read=not asks_once)
+        outer, self._is_answering = self._is_answering, True
         try:
             yield
         finally:
-            self._is_answering = False
+            self._is_answering = outer
 
     def begin_evaluation(self, t: Tensor) -> None:
         """Begin an evaluation of the model."""
         if not self._is_answering:
             self._begin(t)
 
-    def _begin(self, t: Tensor) -> None:
+    def _begin(self, t: Tensor, must_read: bool = False) -> None:
         run, device = self._run, t.device
         if self._by_calls:
             self._mark(self.done, device)
             run.begin(self.done, noise_level(t))
             return
         self._gpu = device if device.type in GPUS else None
-        must_read = run.span.is_partial or not self._is_counted
+        must_read |= run.span.is_partial or not self._is_counted
         level = noise_level(t) if must_read else None
         if level is not None and not self._is_counted:
             self._index = step_index(self.schedule, level, self._index)

@@ -25,12 +25,14 @@ class Evaluation:
         latent: the grid at level 1, which is that of the latent or of its evaluated part.
         device: the device on which the blocks will run.
         dtype: the dtype of their tokens.
-        is_active: whether it is between ``start_percent`` and ``end_percent``.
+        off: why nothing is to merge in it, as it is not between ``start_percent`` and
+            ``end_percent``; else None.
         obstacle: why nothing can merge in it, according to the host; else None.
         may_be_patched: whether other code may patch the inside of blocks; False if the host knows
             that none does.
         left_out: the modules of a UNet that do not run in it, as it is shallow.
-        reason: why nothing was to merge in it; None if something was, or if it has not begun.
+        merges: whether something may merge in it; False before it has begun.
+        reason: why nothing merges in it; None if something may, or if it has not begun.
         engine: makes the plans.
         ratio: the ratio of its step.
         deepest: how many times smaller than the latent the smallest grid that merges is.
@@ -48,19 +50,25 @@ class Evaluation:
     latent: Grid
     device: torch.device
     dtype: torch.dtype
-    is_active: bool = True
+    off: reasons.Reason | None = None
     obstacle: reasons.Reason | None = None
     may_be_patched: bool = True
     left_out: Set[nn.Module] = frozenset()
-    reason: reasons.Reason | None = None
+    merges: bool = field(init=False, default=False)
+    reason: reasons.Reason | None = field(init=False, default=None)
     engine: Engine = field(init=False)
-    ratio: float = 0.0
-    deepest: int = 0
-    by_stack: bool = False
-    is_uncompiled: bool = False
-    outer: "Evaluation | None" = None
-    blocks: int = 0
-    outcomes: Sequence["Outcome"] = ()
+    ratio: float = field(init=False, default=0.0)
+    deepest: int = field(init=False, default=0)
+    by_stack: bool = field(init=False, default=False)
+    is_uncompiled: bool = field(init=False, default=False)
+    outer: "Evaluation | None" = field(init=False, default=None)
+    blocks: int = field(init=False, default=0)
+    outcomes: Sequence["Outcome"] = field(init=False, default=())
+
+    @property
+    def is_active(self) -> bool:
+        """Whether something is to merge in it, as far as the settings say."""
+        return self.off is None
 
     @property
     def is_shallow(self) -> bool:

@@ -76,20 +76,23 @@ class ModelRun:
         """
         if not self.may_compile:
             call = partial(with_graphs_so_far, call)
+        # Each attempt is an evaluation of its own.
+        attempt = replace(evaluation)
         try:
-            return self._evaluated(call, evaluation)
+            return self._evaluated(call, attempt)
         except Exception as error:
             self.may_compile = not has_no_more_graphs(error)
-            may_go_on = self._may_merge(evaluation) and self.may_compile
+            has_merged = attempt.merges and bool(self.model.overridden_blocks(attempt))
+            may_go_on = has_merged and self.may_compile
             why = why_stopped(error, self.model.model) if may_go_on else None
             if why is None and self.may_compile:
                 raise
         # Not in the except block, where the traceback keeps the tensors of the evaluation.
         if why is None:
-            return self._evaluated(partial(with_graphs_so_far, call), evaluation)
+            return self._evaluated(partial(with_graphs_so_far, call), replace(evaluation))
         self.stopped = why
         try:
-            answer = self._evaluated(call, evaluation)
+            answer = self._evaluated(call, replace(evaluation))
         except BaseException:
             self.stopped = None
             raise
@@ -164,6 +167,7 @@ class ModelRun:
             evaluation.reason = self._obstacle(evaluation)
             if evaluation.reason is None:
                 self._prepare(evaluation)
+                evaluation.merges = True
                 self.model.begin(evaluation)
         except BaseException:
             lock.release()
@@ -173,7 +177,8 @@ class ModelRun:
         """Tell the observer what an evaluation did."""
         model = self.model
         evaluation.blocks = len(model.blocks)
-        evaluation.outcomes = [] if evaluation.reason is not None else model.outcomes(evaluation)
+        if evaluation.merges:
+            evaluation.outcomes = model.outcomes(evaluation)
         if evaluation.is_uncompiled and model.model not in _said:
             _said.add(model.model)
             log.warning("[ToMe] %s", reasons.NO_MORE_GRAPHS)
@@ -182,16 +187,14 @@ class ModelRun:
     def end(self, evaluation: Evaluation) -> None:
         """End an evaluation."""
         try:
-            if evaluation.reason is None:
+            if evaluation.merges:
                 self.model.end(evaluation)
         finally:
             self._lock.release()
 
     def _obstacle(self, evaluation: Evaluation) -> reasons.Reason | None:
         """Why nothing can merge in an evaluation; None if merging may be tried."""
-        if not evaluation.is_active:
-            return evaluation.obstacle
-        obstacle = self.stopped or evaluation.obstacle
+        obstacle = evaluation.off or self.stopped or evaluation.obstacle
         if obstacle is not None:
             return obstacle
         engine = self.engine = self._engine(evaluation.device, evaluation.dtype)
@@ -211,10 +214,6 @@ class ModelRun:
         evaluation.by_stack = not (
             evaluation.may_be_patched or torch.is_grad_enabled() or model.observer.follows_blocks
         )
-
-    def _may_merge(self, evaluation: Evaluation) -> bool:
-        """Whether something was to merge in an evaluation that has failed."""
-        return evaluation.reason is None and bool(self.model.overridden_blocks(evaluation))
 
     def _engine(self, device: torch.device, dtype: torch.dtype) -> Engine:
         # Kernels give no gradients.

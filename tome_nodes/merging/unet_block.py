@@ -75,6 +75,7 @@ class UNetBlock(Block):
         self.attends_to_itself = not calls.attends_to_text(self.module)
         deepest = model.config.policy.keys_down_to
         self.merges_only_keys = self.attends_to_itself and stack.level <= deepest
+        self._merges_whole = model.config.scope != "module" and not self.merges_only_keys
         self._is_first, self._is_last = index == 0, index == len(stack.blocks) - 1
         self._shares_plan = not stack.is_of_video and (
             model.config.scope == "stack" or self.merges_only_keys
@@ -165,20 +166,16 @@ class UNetBlock(Block):
             if shared is not None and shared.tokens is not None:
                 return self._run_in_stack(shared, forward, x, *args, **kwargs)
             grid = self._grid_to_merge(x, args, kwargs)
-            if grid is not None:
-                if not self._merges_in_modules(*args, **kwargs):
+            if grid is None:
+                return forward(x, *args, **kwargs)
+            if self._merges_whole:
+                if not self._is_patched(*args, **kwargs):
                     return self._run_whole(shared, forward, x, grid, *args, **kwargs)
-                self._plan_modules(shared, x, grid)
+                self.outcome.is_patched = True
+            self._plan_modules(shared, x, grid)
             return forward(x, *args, **kwargs)
 
         return block_forward
-
-    def _merges_in_modules(self, *args: Any, **kwargs: Any) -> bool:
-        """Whether tokens merge only within its modules."""
-        if self.model.config.scope == "module" or self.merges_only_keys:
-            return True
-        self.outcome.is_patched = self._is_patched(*args, **kwargs)
-        return self.outcome.is_patched
 
     def _run_whole(
         self,

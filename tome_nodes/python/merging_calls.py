@@ -189,7 +189,7 @@ class MergingCalls(PatchedCalls):
         self._merging.may_compile |= is_new
         self._timestep = noise
         self._completed = False
-        run, why_off = None, None
+        run, off = None, None
         if self._deep is not None:
             others = {
                 name: value
@@ -197,21 +197,21 @@ class MergingCalls(PatchedCalls):
                 if value is not sample and value is not timestep
             }
             run = self._follow(sample, noise, self._unets.conditions(args[2:], others))
-            why_off = run.run.why_off
+            off = run.sampling_run.why_off
         elif not self._span.covers(noise):
             # Where the run of this call began is not known.
-            why_off = self._span.reason(math.inf)
+            off = self._span.reason(math.inf)
         # The checks may visit every module of the UNet.
-        obstacle = why_off or self._obstacle()
+        obstacle = self._obstacle() if off is None else None
         device, self._latent = _execution_device(self.network, sample), Grid(*sample.shape[-2:])
         evaluation = Evaluation(
-            step=0 if run is None else run.run.index,
+            step=0 if run is None else run.sampling_run.index,
             progress=self._progress(noise),
             picks=_bits(noise),
             latent=self._latent,
             device=device,
             dtype=sample.dtype,
-            is_active=why_off is None,
+            off=off,
             obstacle=obstacle,
         )
         if run is None:
@@ -327,7 +327,7 @@ class MergingCalls(PatchedCalls):
 
     @property
     def _merged(self) -> Merged:
-        return Merged(run=self._merging, latent=self._latent)
+        return Merged(model_run=self._merging, latent=self._latent)
 
     def _progress(self, timestep: float) -> float:
         """How far the sampling is at a timestep, from 0 to 1."""

@@ -48,7 +48,7 @@ class UNetRun:
     """One sampling run of a UNet.
 
     Attributes:
-        run: its steps, which are the evaluations.
+        sampling_run: its steps, which are the evaluations.
         shallow: decides which of them are shallow.
         counts: counts what is done in it.
         is_known: whether the scheduler has the timesteps so far, and so those that follow.
@@ -75,8 +75,8 @@ class UNetRun:
         self._count: int | None = None
         # To copy under a sampler without noise does more harm than a line under one with noise.
         goes_on = self._scheduler is None or not adds_noise(_words(self._scheduler))
-        self.run = SamplingRun(config, span)
-        self.shallow = self.run.skipping = ShallowRun(config.shallow_ratio, goes_on)
+        self.sampling_run = SamplingRun(config, span)
+        self.shallow = self.sampling_run.skipping = ShallowRun(config.shallow_ratio, goes_on)
         # Noise that is added is as large as the latent that the model is given.
         self._latents = CalledLatents() if goes_on and not _clips(self._scheduler) else None
 
@@ -114,7 +114,7 @@ class UNetRun:
             self._gap = self._times[-1] - timestep
         self._times.append(timestep)
         self._before, self._conditions = self._conditions, []
-        run = self.run
+        run = self.sampling_run
         run.begin(run.index + 1, timestep)
         # The device is at rest, as the timestep has been read from it.
         run.mark(run.index, _HOST)
@@ -135,7 +135,7 @@ class UNetRun:
         if self._count is None:
             return False
         if self.is_known:
-            return self.run.index >= self._count - 1
+            return self.sampling_run.index >= self._count - 1
         # The next timestep would be below 0. The last one of some spacings is 0.
         return self._times[-1] < (1 - _ROUNDING) * self._gap
 
@@ -146,10 +146,11 @@ class UNetRun:
 
     def record(self, name: str, merged: Merged) -> RunRecord:
         """The record of the run of a model of this name."""
-        self.run.total_steps = self.run.index + 1
-        if self.shallow.obstacle is None and self._count is not None:
-            self.shallow.obstacle = self.shallow.too_short(self._count)
-        return self.run.record(name, self.counts, merged)
+        self.sampling_run.total_steps = self.sampling_run.index + 1
+        why = self.shallow.obstacle
+        if why is None and self._count is not None:
+            why = self.shallow.too_short(self._count)
+        return self.sampling_run.record(name, self.counts, merged, why)
 
     def stop(self, why: reasons.Reason) -> None:
         """Run the rest whole, and drop what is kept."""
@@ -175,7 +176,7 @@ class UNetRun:
         times = self._rest()
         self.is_known = bool(times)
         self._count = len(times) or None
-        if self.run.index < FIRST - 1:
+        if self.sampling_run.index < FIRST - 1:
             return
         if times and self._place(times[-1]) < LEAST_SNR:
             self.shallow.obstacle = reasons.UNEVEN

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .. import reasons
 from ..merging.model import PatchedModel
@@ -17,6 +18,18 @@ from .recording import Recording
 log = logging.getLogger("tome_nodes")
 
 
+class Unskipped(NamedTuple):
+    """That no step of a run was skipped.
+
+    Attributes:
+        what: the same in words, such as "no step was shallow".
+        reason: why not.
+    """
+
+    what: str
+    reason: reasons.Reason
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
     """The record of a patched model's last sampling run.
@@ -26,8 +39,7 @@ class RunRecord:
         config: the settings.
         counts: what was merged and skipped.
         unmerged: why nothing was merged; None if something was, or if nothing was to be.
-        unskipped: that no step was skipped, in words, and why; None if one was, or if none was to
-            be.
+        unskipped: why no step was skipped; None if one was, or if none was to be.
         stopped: why merging stopped in the run, such as too little memory; None if it did not.
         gain: what the run gained; None if nothing was merged or skipped.
         backend: for example ``torch``, with the reason if it is not Triton; None if the run never
@@ -39,7 +51,7 @@ class RunRecord:
     config: ToMeConfig
     counts: Counts
     unmerged: reasons.Reason | None = None
-    unskipped: tuple[str, reasons.Reason] | None = None
+    unskipped: Unskipped | None = None
     stopped: reasons.Reason | None = None
     gain: Gain | None = None
     backend: str | None = None
@@ -91,14 +103,14 @@ class Merged:
     """How the tokens of models of one kind merged in a run.
 
     Attributes:
-        run: the evaluations of one of the models.
+        model_run: the evaluations of one of the models.
         latent: the grid of the latent.
         others: the nodes that may be in the way.
         gpu_waited: whether the GPU waited for the host in most steps.
         recording: the details; None if there are none.
     """
 
-    run: ModelRun
+    model_run: ModelRun
     latent: Grid
     others: Set[str] = frozenset()
     gpu_waited: bool = False
@@ -111,7 +123,7 @@ def make_record(
     counts: Counts,
     begun: Callable[[], Mapping[int, float]],
     merged: Merged | None,
-    unskipped: tuple[str, reasons.Reason] | None,
+    unskipped: Unskipped | None,
 ) -> RunRecord:
     """The record of what models of one kind did in a run.
 
@@ -127,21 +139,21 @@ def make_record(
     if merged is None:
         gain = gain_of(counts, config, begun()) if has_gained else None
         return RunRecord(model=name, config=config, counts=counts, unskipped=unskipped, gain=gain)
-    model, engine = merged.run.model, merged.run.engine
+    model, engine = merged.model_run.model, merged.model_run.engine
     gain = None
     if has_gained:
         saved = model.saved(merged.latent)
         gain = gain_of(counts, model.config, begun(), saved, model.shallowest, merged.gpu_waited)
     unmerged = None if counts.merged else _why_unmerged(model, counts)
     if unmerged == reasons.NOT_CALLED and unskipped is not None:
-        unskipped = unskipped[0], unmerged
+        unskipped = unskipped._replace(reason=unmerged)
     return RunRecord(
         model=name,
         config=model.config,
         counts=counts,
         unmerged=None if unmerged is None else reasons.named(unmerged, merged.others),
         unskipped=unskipped,
-        stopped=merged.run.stopped,
+        stopped=merged.model_run.stopped,
         backend=None if engine is None else engine.backend(),
         recording=merged.recording,
         gain=gain,

@@ -11,7 +11,7 @@ from ..ops.clock import Clock
 from ..settings.config import ToMeConfig
 from ..skipping.skipping import Skipping
 from .counts import Counts
-from .record import Merged, RunRecord, make_record
+from .record import Merged, RunRecord, Unskipped, make_record
 from .span import Span
 
 
@@ -88,33 +88,40 @@ class SamplingRun:
             self._shown = self.index
             self._on_step(words(f"step {self.index + 1}/{self.total_steps}"))
 
-    def record(self, name: str, counts: Counts, merged: Merged | None = None) -> RunRecord:
+    def record(
+        self,
+        name: str,
+        counts: Counts,
+        merged: Merged | None = None,
+        why: reasons.Reason | None = None,
+    ) -> RunRecord:
         """The record of what models of one kind did in the run.
 
         Args:
             name: the host's for the kind of model, or for its scheduler.
             counts: what was merged and skipped in their evaluations.
             merged: how their tokens merged; None if none were to merge.
+            why: why no step was skipped, if the host knows better than :attr:`skipping`.
         """
         counts.total_steps = self.total_steps
         unskipped = None
         if self.skipping is not None:
             counts.forecast_steps = self.skipping.forecast_steps
             if not counts.skipped_steps:
-                unskipped = self.skipping.none, self._why_unskipped(self.skipping)
+                why = why or self.skipping.reason
+                why = why if self._was_active else self._why_never_on
+                unskipped = Unskipped(self.skipping.nothing_skipped, why)
         return make_record(name, self.config, counts, self._begun, merged, unskipped)
 
     def unseen(self, name: str) -> RunRecord:
         """The record of a run of which no evaluation of the model was seen."""
         why = reasons.NOT_CALLED
-        unskipped = None if self.skipping is None else (self.skipping.none, why)
-        counts = Counts(self.total_steps)
+        counts, unskipped = Counts(self.total_steps), None
+        if self.skipping is not None:
+            unskipped = Unskipped(self.skipping.nothing_skipped, why)
         return RunRecord(
             model=name, config=self.config, counts=counts, unmerged=why, unskipped=unskipped
         )
-
-    def _why_unskipped(self, skipping: Skipping) -> reasons.Reason:
-        return skipping.reason if self._was_active else self._why_never_on
 
     @cached_property
     def _why_never_on(self) -> reasons.Reason:

@@ -25,12 +25,19 @@ class Span:
 
     def covers(self, noise: float) -> bool:
         """Whether a noise level is in it."""
+        if not self.is_partial:
+            return True
         first, last = self._bounds
-        return not self.is_partial or last < noise <= first
+        return last < noise <= first
 
     def why_none(self, noises: Sequence[float]) -> reasons.Reason | None:
-        """Why none of the noise levels of a run, which fall, is in it; None if one is."""
-        return None if any(map(self.covers, noises)) else self.reason(noises[0])
+        """Why none of the noise levels of a run, which fall, is in it; None if one is.
+
+        None, too, for a run without steps.
+        """
+        if not noises or any(map(self.covers, noises)):
+            return None
+        return self.reason(noises[0])
 
     def reason(self, first: float) -> reasons.Reason:
         """The reason to report of a run that begins at this noise level, none of which is in it."""

@@ -137,7 +137,7 @@ class Forecasts(Skipping):
         forecast_steps: see :class:`Skipping`.
     """
 
-    none = "nothing was forecast"
+    nothing_skipped = "nothing was forecast"
 
     def __init__(self, ratio: float, streams: Sequence[slice] = ()):
         """Prepare a run.

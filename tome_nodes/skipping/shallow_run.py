@@ -28,7 +28,7 @@ class ShallowRun(Skipping):
         is_shallow: whether the current evaluation is shallow where all that it needs is kept.
     """
 
-    none = "no step was shallow"
+    nothing_skipped = "no step was shallow"
 
     def __init__(self, ratio: float, goes_on: bool):
         """``goes_on`` is whether features go on along a line; else the last are copied."""

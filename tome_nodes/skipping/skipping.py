@@ -10,12 +10,12 @@ class Skipping:
     """Skips steps of one sampling run.
 
     Attributes:
-        none: that no step was skipped, in words.
+        nothing_skipped: that no step was skipped, in words.
         obstacle: why no more steps are skipped in the run; None if more may be.
         forecast_steps: the steps that were forecast.
     """
 
-    none: ClassVar[str]
+    nothing_skipped: ClassVar[str]
     forecast_steps: Set[int] = frozenset()
 
     def __init__(self) -> None:

@@ -3,21 +3,20 @@
 from dataclasses import dataclass
 from typing import Any
 
-from comfy.model_sampling import CONST
-
 from ..run.sampling_run import SamplingRun
 from .guided_answers import Latents
 from .step_count import StepCount
 
 
 @dataclass(frozen=True, eq=False)
-class Sampling:
+class ComfyRun:
     """A sampling run in ComfyUI.
 
     Attributes:
         run: the run, as in any host.
         guider: ComfyUI's guider. Its model options are of this run alone.
         sampler: the name of the sampler, see :func:`function_of`.
+        is_flow: whether latents go straight from noise to a picture.
         steps: counts its steps.
         latents: follows its latents.
     """
@@ -25,6 +24,7 @@ class Sampling:
     run: SamplingRun
     guider: Any
     sampler: str
+    is_flow: bool
     steps: StepCount
     latents: Latents
 
@@ -32,11 +32,6 @@ class Sampling:
     def name(self) -> str:
         """The host's name for the kind of model."""
         return type(self.guider.model_patcher.model.model_config).__name__
-
-    @property
-    def is_flow(self) -> bool:
-        """Whether latents go straight from noise to a picture."""
-        return isinstance(self.guider.model_patcher.get_model_object("model_sampling"), CONST)
 
 
 def function_of(sampler: Any) -> str:
