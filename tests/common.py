@@ -52,17 +52,6 @@ AS_FAST = {
 }
 """Settings under which merging goes by levels as under presets *balanced* and *fast*."""
 
-in_every_scope = pytest.mark.parametrize(
-    "options",
-    [
-        {"attn_tokens": "q,k,v"},
-        {"attn_tokens": "k,v"},
-        {"scope": "stack"},
-        AS_FAST,
-    ],
-    ids=["q,k,v", "k,v", "stack", "fast"],
-)
-
 
 def planned(count, begins=-5.3, ends=7.0, ratio=0.6):
     """The whole ones of so many evaluations between two logarithms of signal to noise."""
@@ -87,28 +76,6 @@ def theirs_and_ours(model, call, options):
         outputs.append(call(model))
         library.remove_patch(model)
     return outputs
-
-
-def check_lossless(model, call, **options):
-    """A call with a lossless plan gives what the unpatched model gives, but for rounding."""
-    expected = call(model)
-    shuffle(model, **options)
-    assert relative_error(call(model), expected) < 5e-5
-
-
-def check_run(model, network, run, **options):
-    """A run with a lossless plan and one that merges; without our patch all is as it was."""
-    expected, before, random = run(), attributes(network), torch.get_rng_state()
-    shuffle(model, **options)
-    assert relative_error(run(), expected) < 5e-5
-    assert tome_nodes.apply_patch(model, **{"max_downsample": "auto", **options}) is model
-    merged = run()
-    assert merged.isfinite().all() and relative_error(merged, expected) > 1e-3
-    assert torch.equal(run(), merged)
-    assert torch.equal(torch.get_rng_state(), random)
-    assert tome_nodes.remove_patch(model) is model
-    assert attributes(network) == before
-    assert torch.equal(run(), expected)
 
 
 def check_compiled(case, way, bound=5e-5, steps=2, **options):

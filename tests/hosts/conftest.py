@@ -62,6 +62,14 @@ def models():
     return model
 
 
+@pytest.fixture
+def host(request, models):
+    """The model of a host that a test of the contract runs for."""
+    from under_test import make
+
+    return make(request.param, models)
+
+
 @pytest.fixture(scope="session")
 def sd15_of():
     """Tiny UNets like that of Stable Diffusion 1.x by the number of its levels, each built once."""

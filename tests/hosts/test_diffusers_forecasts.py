@@ -78,25 +78,6 @@ def calls_by_step(case):
     return counts
 
 
-@pytest.mark.parametrize("name", FLOWS)
-def test_every_pipeline_forecasts_and_is_as_before_without(name, log_messages):
-    case = TRANSFORMERS[name]()
-    expected, before = case(steps=8), attributes(case.network)
-    random = torch.get_rng_state()
-    assert tome_nodes.apply_patch(case.pipeline, preset="balanced") is case.pipeline
-    forecast = case(steps=8)
-    assert 1e-3 < relative_error(forecast, expected) < 1
-    # Another run begins anew.
-    assert torch.equal(case(steps=8), forecast)
-    assert torch.equal(torch.get_rng_state(), random)
-    # After a change of the expert, three steps run. The noise levels of SD3 fall unevenly.
-    (line,) = log_messages()
-    assert line.startswith(f"[ToMe] forecast {1 if name in ('wan', 'sd3') else 2}/8 steps (4")
-    assert tome_nodes.remove_patch(case.pipeline) is case.pipeline
-    assert attributes(case.network) == before
-    assert torch.equal(case(steps=8), expected)
-
-
 @pytest.mark.parametrize(
     ("seconds", "words"),
     [
@@ -402,12 +383,6 @@ def test_a_transformer_in_a_wrapper_is_left_alone(case, log_messages):
     assert log_messages() == [
         f"[ToMe] nothing was forecast: {reasons.unknown_prediction('Wrapper')}"
     ]
-
-
-def test_a_ratio_of_0_forecasts_nothing_whatever_its_end(case):
-    before = attributes(case.network)
-    tome_nodes.apply_patch(case.pipeline, 0.0, ratio_end=0.4, forecast=True)
-    assert attributes(case.network) == before
 
 
 @pytest.mark.parametrize(

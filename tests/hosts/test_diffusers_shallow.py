@@ -98,23 +98,6 @@ def whole_of(seen):
     return [index for index, each in enumerate(seen) if each.is_whole]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_every_pipeline_has_shallow_steps_and_is_as_before_without(name, log_messages):
-    case = of("Euler", CASES[name])
-    expected, before, random = case(STEPS), attributes(case.network), torch.get_rng_state()
-    assert tome_nodes.apply_patch(case.pipeline, 0.6, preset="fast") is case.pipeline
-    shallow = case(STEPS)
-    assert 1e-4 < relative_error(shallow, expected) < 1
-    # Another run begins anew.
-    assert torch.equal(case(STEPS), shallow)
-    assert torch.equal(torch.get_rng_state(), random)
-    (line,) = log_messages()
-    assert line.startswith("[ToMe] shallow 11/20 steps")
-    tome_nodes.remove_patch(case.pipeline)
-    assert attributes(case.network) == before
-    assert torch.equal(case(STEPS), expected)
-
-
 @torch.no_grad()
 def added_to(unet, kind):
     """The arguments by which something is added to the feature maps of a call."""
@@ -219,14 +202,6 @@ def test_a_run_merges_and_is_shallow_and_says_both_in_one_line_once(case, caplog
     assert relative_error(both, plain) > 1e-3
     why = "no step was shallow: start_percent=1.0 to end_percent=1.0 covers no step of this run"
     assert why in caplog.messages[-1]
-
-
-@pytest.mark.parametrize("options", [{}, {"ratio": 0.0, "ratio_end": 0.4, "forecast": True}])
-def test_settings_without_skipped_steps_merge_only(case, options):
-    seen = watch(case.network)
-    tome_nodes.apply_patch(case.pipeline, **options)
-    case(STEPS)
-    assert len(whole_of(seen)) == STEPS
 
 
 def by_hand(unet, timesteps, sample=None, **given):

@@ -19,7 +19,7 @@ from models.comfyui import AURA_FLOW, TINY, build_class, conditioning, sample
 from benchmarks.fidelity import rivals
 from tome_nodes import reasons
 from tome_nodes.comfyui import comfy_compiler, forecast_part
-from tome_nodes.comfyui.attachment import attach, is_attached, last_run
+from tome_nodes.comfyui.attachment import attach, last_run
 from tome_nodes.comfyui.guided_answers import place_in
 from tome_nodes.forecasting import forecasts
 from tome_nodes.forecasting.samplers import SAMPLERS
@@ -604,10 +604,3 @@ def test_the_line_on_the_node_says_which_steps_were_forecast(flux):
     forecast_steps = [step for step in range(8) if lines[step].startswith("forecast, step")]
     assert len(lines) == 8
     assert forecast_steps == [2, 4, 6]
-
-
-@pytest.mark.parametrize("others", [{}, {"ratio_end": 0.4}], ids=str)
-def test_a_ratio_of_0_is_the_plain_model_whatever_its_end(flux, others):
-    patched = attach(flux, fast(ratio=0.0, **others))
-    assert not is_attached(patched)
-    assert torch.equal(sampled(patched), sampled(flux))

@@ -1,0 +1,206 @@
+"""Tiny models of every host, with the few verbs that the contract in ``test_contract.py`` needs."""
+
+import re
+from contextlib import ExitStack
+
+import pytest
+from common import Shuffle, shuffle
+from ldm.models.diffusion.ddim import DDIMSampler
+from ldm.models.diffusion.plms import PLMSSampler
+from models import comfyui, ldm, pipelines
+
+import tome_nodes
+from tome_nodes.comfyui.attachment import attach, detach
+from tome_nodes.settings.config import ToMeConfig
+from tome_nodes.settings.presets import CUSTOM, settings_of
+
+_BLOCK = re.compile(r".*\.transformer_blocks\.\d+\.attn2\.to_q\.weight")
+
+
+class Host:
+    """A model of a host.
+
+    Attributes:
+        network: what a patch changes while it is evaluated.
+        is_unet: whether its steps are shallow; those of a transformer are forecast.
+        blocks: number of blocks whose tokens merge; those of a UNet are counted by their weights.
+        deep: layers that run only in whole evaluations.
+        lacks: what this host cannot do.
+    """
+
+    lacks = ()
+
+    def __init__(self, network, is_unet, blocks=None, deep=None):
+        self.network, self.is_unet = network, is_unet
+        self.blocks = blocks or len([*filter(_BLOCK.fullmatch, network.state_dict())])
+        self.deep = deep or [network]
+
+    def patch(self, lossless=False, **options):
+        """Patch as users of the host do, or with plans that lose nothing."""
+        raise NotImplementedError
+
+    def undo(self):
+        raise NotImplementedError
+
+    def __call__(self, steps=2, after_step=None):
+        """The latent that a sampling run ends with, the same each time.
+
+        ``after_step`` is called with the number of each step and its latent, and may return another
+        latent to go on with.
+        """
+        raise NotImplementedError
+
+    def needs(self, part):
+        """Skip the test if the host lacks a part."""
+        if part in self.lacks:
+            pytest.skip(f"{type(self).__name__} has no {part}")
+
+    def skipped(self, steps, after_step=None):
+        """The steps of a run that were forecast or shallow, and the latent that it ends with."""
+        skipped, ran = set(), []
+
+        def count(step, latent):
+            if not ran:
+                skipped.add(step)
+            ran.clear()
+            return after_step and after_step(step, latent)
+
+        with ExitStack() as hooks:
+            for layer in self.deep:
+                hooks.enter_context(layer.register_forward_hook(lambda *_: ran.append(None)))
+            result = self(steps, after_step=count)
+        return skipped, result
+
+
+def _innermost(module):
+    """Its last layer, whose hooks run even where what is around it is replaced."""
+    return [*module.modules()][-1]
+
+
+class ComfyUI(Host):
+    """A clone of a model that tests share."""
+
+    def __init__(self, kind, model):
+        self._model, self._tiny = model.clone(), comfyui.KINDS[kind]
+        network, is_unet = model.model.diffusion_model, kind in comfyui.UNETS
+        deep = [_innermost(network.middle_block)] if is_unet else None
+        super().__init__(network, is_unet, None if is_unet else self._tiny.blocks, deep)
+        # Sides that cells do not divide.
+        self._options = {"size": self._tiny.size(*((12, 16) if is_unet else (7, 9)))}
+        if kind == "svd":
+            # Its frames.
+            self._options["batch"] = 3
+
+    def patch(self, lossless=False, preset=CUSTOM, **options):
+        if preset == CUSTOM:
+            # As in the other hosts, maps of any size merge.
+            options = {"min_tokens": 1, **options}
+        config = ToMeConfig(**settings_of(preset, options))
+        self._model = attach(self._model, config, *([Shuffle] if lossless else []))
+
+    def undo(self):
+        self._model = detach(self._model)
+
+    def __call__(self, steps=2, after_step=None):
+        def callback(step, denoised, latent, total):
+            changed = after_step(step, latent)
+            if changed is not None:
+                latent.copy_(changed)
+
+        given = {"callback": callback if after_step else None, **self._options}
+        return comfyui.sample(self._model, self._tiny, steps=steps, **given)
+
+
+class PyTorch(Host):
+    """What ``apply_patch`` changes in place: a pipeline of diffusers, or a model of ldm."""
+
+    model = None
+
+    def patch(self, lossless=False, **options):
+        if lossless:
+            shuffle(self.model, **options)
+        else:
+            assert tome_nodes.apply_patch(self.model, **options) is self.model
+
+    def undo(self):
+        assert tome_nodes.remove_patch(self.model) is self.model
+
+
+class Diffusers(PyTorch):
+    def __init__(self, kind):
+        is_unet = kind in pipelines.CASES
+        self.case = (pipelines.CASES if is_unet else pipelines.TRANSFORMERS)[kind]()
+        self.model, network = self.case.pipeline, self.case.network
+        if is_unet:
+            super().__init__(network, is_unet, deep=[network.mid_block.resnets[0].conv1])
+        else:
+            both = network, getattr(self.model, "transformer_2", None)
+            super().__init__(network, is_unet, deep=[each for each in both if each is not None])
+            self.lacks = ("merging in transformers",)
+
+    def __call__(self, steps=2, after_step=None):
+        def callback(pipeline, step, timestep, given):
+            changed = after_step(step, given["latents"])
+            return {} if changed is None else {"latents": changed}
+
+        return self.case(steps, **({"callback_on_step_end": callback} if after_step else {}))
+
+
+class LatentDiffusion(PyTorch):
+    lacks = ("change of a latent between steps",)
+
+    def __init__(self, family, sampler=DDIMSampler):
+        self.model, self._sampler = ldm.make_model(family), sampler
+        network = self.model.model.diffusion_model
+        super().__init__(network, True, deep=[_innermost(network.middle_block)])
+
+    def __call__(self, steps=2, after_step=None):
+        callback = after_step and (lambda step: after_step(step, None))
+        return ldm.run(self.model, self._sampler, steps, callback)
+
+
+def make(name, models):
+    """The model of a name as below; ``models`` are those of ComfyUI that tests share."""
+    host, kind = name.split(" ")
+    if host == "ComfyUI":
+        return ComfyUI(kind, models(kind))
+    if host == "diffusers":
+        return Diffusers(kind)
+    return LatentDiffusion(*{"sd2-PLMS": ("sd2", PLMSSampler)}.get(kind, (kind,)))
+
+
+def _of(host, *kinds):
+    # What is true of the others is the same on every ComfyUI.
+    marks = () if host == "ComfyUI" else (pytest.mark.newest_only,)
+    return [pytest.param(f"{host} {kind}", marks=marks) for kind in kinds]
+
+
+ONE_OF_EACH = [
+    *_of("ComfyUI", "sd15", "flux"),
+    *_of("diffusers", "sd15", "flux"),
+    *_of("ldm", "sd2"),
+]
+"""A UNet and a transformer of each host that has them."""
+
+SEVERAL = [
+    *_of("ComfyUI", "sd15", "sdxl", "svd"),
+    *_of("diffusers", "sd15", "sdxl"),
+    *_of("ldm", "sd1", "sd2", "x4_upscaler"),
+]
+"""UNets with all kinds of blocks."""
+
+MERGING = [
+    *_of("ComfyUI", *comfyui.KINDS),
+    *_of("diffusers", *pipelines.CASES),
+    *_of("ldm", "sd1", "sd2", "sd2-PLMS", "x4_upscaler"),
+]
+"""All whose tokens merge."""
+
+SKIPPING = [
+    *_of("ComfyUI", "sd15", "sdxl", "sdxl_refiner"),
+    *_of("ComfyUI", "flux", "wan21", "qwen_image", "ltxav", "z_image"),
+    *_of("diffusers", *pipelines.CASES),
+    *_of("diffusers", *(name for name in pipelines.TRANSFORMERS if name != "cogvideox")),
+    *_of("ldm", "sd1", "sd2-PLMS"),
+]
+"""Of each kind that skips steps in its own way, some, and all of diffusers."""
