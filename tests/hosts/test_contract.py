@@ -1,38 +1,34 @@
 """What holds in every host: each test runs for a model of each, or for every model of each."""
 
+import gc
+
 import pytest
 import torch
 from common import AS_FAST, EVERYTHING, ONLY_KEYS, attributes, relative_error
-from under_test import MERGING, ONE_OF_EACH, SEVERAL, SKIPPING
+from under_test import (
+    MERGES,
+    MERGING,
+    ROUNDING,
+    SEVERAL,
+    SKIPPING,
+    SKIPS,
+    STEPS,
+    ComfyUI,
+    both_ways,
+    in_each,
+    of,
+)
 
-MERGES = {"ratio": 0.5, "max_downsample": "auto"}
-SKIPS = {"ratio": 0.6, "preset": "fast"}
-STEPS = 8
-
-# For float32 in these models, whose weights amplify rounding.
-ROUNDING = 5e-5
+from tome_nodes import reasons
 
 
-def of(models):
-    return pytest.mark.parametrize("host", models, indirect=True)
-
-
-each = of(ONE_OF_EACH)
-ways = pytest.mark.parametrize("options", [MERGES, SKIPS], ids=["merging", "skipping"])
-
-
-def started(host, options):
-    """The latent without a patch; the test is skipped if the host lacks what the options are for.
-
-    It is of a second run: the host may keep something of its own of the first.
-    """
-    if options is MERGES and not host.is_unet:
-        host.needs("merging in transformers")
+def started(host):
+    """The latent of a run: the host may keep something of its own of the first."""
     host(STEPS)
     return host(STEPS)
 
 
-def as_before_without(host, options, steps):
+def check_undone(host, options, steps):
     """A patched run is another, and the same each time; then all is as it was."""
 
     def run():
@@ -54,7 +50,7 @@ def as_before_without(host, options, steps):
 
 @of(MERGING)
 def test_every_model_merges_and_is_as_before_without(host, log_messages):
-    as_before_without(host, MERGES, 2)
+    check_undone(host, MERGES, 2)
     plain = host()
     host.patch(lossless=True, **EVERYTHING)
     assert relative_error(host(), plain) < ROUNDING
@@ -65,7 +61,7 @@ def test_every_model_merges_and_is_as_before_without(host, log_messages):
 def test_every_model_skips_the_steps_that_the_line_says_and_is_as_before_without(
     host, log_messages
 ):
-    as_before_without(host, SKIPS, STEPS)
+    check_undone(host, SKIPS, STEPS)
     assert host.skipped(STEPS)[0] == set()
     host.patch(**SKIPS)
     skipped, _ = host.skipped(STEPS)
@@ -90,12 +86,12 @@ def test_a_lossless_plan_reproduces_the_model_in_every_scope(host, options, log_
     assert log_messages()[-1].startswith(f"[ToMe] merged {host.blocks}/{host.blocks} blocks ")
 
 
-@each
-@ways
+@in_each
+@both_ways
 def test_patching_again_replaces_the_settings_and_a_ratio_of_0_removes_them(
     host, options, log_messages
 ):
-    plain, before = started(host, options), attributes(host.network)
+    plain, before = started(host), attributes(host.network)
     host.patch(**options)
     once = host(STEPS)
     host.patch(**options | {"ratio": 0.9})
@@ -109,7 +105,74 @@ def test_patching_again_replaces_the_settings_and_a_ratio_of_0_removes_them(
     assert log_messages() == lines
 
 
-@each
+@in_each
 def test_a_ratio_of_0_skips_nothing_whatever_its_end(host):
     host.patch(ratio=0.0, ratio_end=0.4, forecast=True)
     assert host.skipped(STEPS)[0] == set()
+
+
+def numbers():
+    """How many numbers there are in all tensors but weights."""
+    gc.collect()
+    return sum(each.numel() for each in gc.get_objects() if type(each) is torch.Tensor)
+
+
+@in_each
+@both_ways
+def test_nothing_is_kept_of_a_run(host, options):
+    started(host)
+    before = numbers()
+    host.patch(**options)
+    host(STEPS)
+    # The cells of a grid may stay, for the next. A latent is four times its tokens.
+    assert numbers() - before < 2 * 192
+
+
+@in_each
+def test_a_run_that_is_too_short_is_the_plain_one_and_says_so(host, log_messages):
+    steps = 4 if host.is_unet else 3
+    plain = host(steps)
+    host.patch(**SKIPS)
+    assert torch.equal(host(steps), plain)
+    too_short = reasons.too_short_for_shallow if host.is_unet else reasons.too_short
+    why = too_short(steps, steps + 1)
+    assert why.why in log_messages()[-1]
+
+
+@in_each
+def test_steps_are_skipped_between_the_percents(host):
+    host.patch(**SKIPS, end_percent=0.5)
+    early, _ = host.skipped(12)
+    host.patch(**SKIPS, start_percent=0.5)
+    late, _ = host.skipped(12)
+    assert early and late
+    # Hosts differ in the share at which a step is.
+    assert max(early) <= 6 <= min(late) + 1
+
+
+@in_each
+@both_ways
+def test_percents_that_cover_no_step_leave_the_plain_run(host, options, log_messages):
+    plain = started(host)
+    host.patch(**options, start_percent=1.0)
+    assert torch.equal(host(STEPS), plain)
+    # What only merges is reported by call in other hosts.
+    if options is SKIPS or isinstance(host, ComfyUI):
+        why = "start_percent=1.0 to end_percent=1.0 covers no step of this run"
+        assert why in log_messages()[-1]
+
+
+@in_each
+def test_the_step_after_something_else_changed_the_latent_is_whole(host):
+    host.needs("change of a latent between steps")
+    host.patch(**SKIPS)
+    usual, _ = host.skipped(STEPS)
+    at = min(usual)
+
+    def change(step, latent):
+        return latent.flip(-1) if step == at - 1 else None
+
+    left, latent = host.skipped(STEPS, after_step=change)
+    assert latent.isfinite().all()
+    # The answers of a transformer lead to other forecasts.
+    assert left == usual - {at} if host.is_unet else at not in left

@@ -282,23 +282,6 @@ def test_a_picture_to_begin_with_begins_at_a_later_step(case, is_told):
     assert counts.keys() == ({4, 5, 7} if is_told else {0, 5, 7})
 
 
-@pytest.mark.parametrize(
-    ("given", "runs"), [({"start_percent": 0.5}, {3}), ({"end_percent": 0.5}, {6})], ids=str
-)
-def test_percents_are_shares_of_the_steps(case, given, runs):
-    counts = calls_by_step(case)
-    tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced", **given)
-    case(steps=8)
-    assert counts.keys() == {0, 1, 2, 4, 5, 7} | runs
-
-
-def test_percents_that_cover_no_step_say_so(case, log_messages):
-    tome_nodes.apply_patch(case.pipeline, preset="balanced", start_percent=0.9)
-    case(steps=8)
-    (line,) = log_messages()
-    assert "start_percent=0.9 to end_percent=1.0 covers no step of this run; widen them" in line
-
-
 def multistep(kind, **options):
     return kind(prediction_type="flow_prediction", use_flow_sigmas=True, **options)
 

@@ -1,24 +1,20 @@
 """Shallow steps of real UNets, in real pipelines of diffusers, beside merging."""
 
 import copy
-import gc
 import pickle
-import weakref
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
 import diffusers
 import pytest
 import torch
-from common import attributes, check_compiled, planned, relative_error
+from common import check_compiled, planned, relative_error
 from models.pipelines import CASES, COMPILED, inputs, make_unet, noise, picture, sd15, sdxl
 
 import tome_nodes
 from tome_nodes import reasons
 from tome_nodes.merging.model_run import ModelRun
-from tome_nodes.python import merging_calls, unet_run
+from tome_nodes.python import unet_run
 from tome_nodes.python.diffusers_unets import DiffusersUNets
 from tome_nodes.python.scheduling import Scheduling
 from tome_nodes.python.unet_run import UNetRun
@@ -245,21 +241,6 @@ def test_arguments_may_be_passed_by_name(names):
     assert whole_of(seen) == WHOLE
 
 
-def test_a_hook_on_a_block_that_is_left_out_makes_the_rest_whole(case, log_messages):
-    tome_nodes.apply_patch(case.pipeline, 0.6, preset="fast")
-    hook = case.network.mid_block.register_forward_hook(lambda _, __, h: h + torch.ones(64, 1, 1))
-    seen = watch(case.network)
-    assert case(STEPS).isfinite().all()
-    # The shallow call failed, and is whole the second time.
-    assert len(whole_of(seen)) == STEPS
-    (said,) = [line for line in log_messages() if line.endswith("goes on without shallow steps")]
-    assert "a shallow step failed (RuntimeError: " in said
-    hook.remove()
-    del seen[:]
-    case(STEPS)
-    assert whole_of(seen) == WHOLE
-
-
 def test_an_attention_processor_from_elsewhere_keeps_all_blocks_running(case, log_messages):
     """As in SAG and LEDITS++, which read afterwards what the deep blocks attend to."""
 
@@ -374,19 +355,6 @@ def test_a_run_that_a_refiner_goes_on_with_ends_where_it_leaves_off(log_messages
     assert f"/{count} steps" in log_messages()[-1]
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [({"end_percent": 0.5}, range(10)), ({"start_percent": 0.5}, range(10, 20))],
-    ids=str,
-)
-def test_percents_follow_the_timesteps_as_those_of_merging_do(case, given, expected):
-    seen = watch(case.network)
-    tome_nodes.apply_patch(case.pipeline, 0.6, preset="fast", **given)
-    case(STEPS)
-    shallow = {*range(STEPS)} - {*whole_of(seen)}
-    assert shallow == ({*range(STEPS)} - {*WHOLE}) & {*expected}
-
-
 def without_guidance(pipeline, step, timestep, given):
     """As diffusers documents it: from now on, the negative prompt is left out."""
     if step != 9:
@@ -462,53 +430,6 @@ def test_what_the_answer_goes_by_has_to_stay_but_the_values_of_control_do_not():
     assert conditions(**control) == conditions(**{ADDED[1]: 2 * control[ADDED[1]]})
 
 
-@pytest.mark.parametrize("failure", [None, RuntimeError, KeyboardInterrupt])
-def test_nothing_is_left_after_a_run(case, failure, monkeypatch):
-    kept, keep = [], Features.keep
-
-    def spy(self, keys, place, features):
-        kept.append(weakref.ref(features))
-        keep(self, keys, place, features)
-
-    def fail(*_):
-        if failure is not None and case.pipeline.scheduler.step_index == 8:
-            raise failure("on purpose")
-
-    monkeypatch.setattr(Features, "keep", spy)
-    tome_nodes.apply_patch(case.pipeline, 0.6, preset="fast")
-    expected, patched = case(STEPS), attributes(case.network)
-    hook = case.network.register_forward_hook(fail)
-    with nullcontext() if failure is None else pytest.raises(failure, match="on purpose"):
-        case(STEPS)
-    hook.remove()
-    assert attributes(case.network) == patched
-    gc.collect()
-    assert len(kept) > 8 and not any(reference() is not None for reference in kept)
-    with ThreadPoolExecutor(1) as pool:
-        assert torch.equal(pool.submit(case, STEPS).result(timeout=60), expected)
-
-
-def test_a_run_without_memory_goes_on_whole(case, monkeypatch, log_messages):
-    seen = watch(case.network)
-    tome_nodes.apply_patch(case.pipeline, 0.6, preset="fast")
-    expected = case(STEPS)
-    del seen[:]
-    evaluate = ModelRun.evaluate_shallow
-
-    def short(self, *args):
-        if len(seen) == 11:
-            raise torch.OutOfMemoryError("on purpose")
-        return evaluate(self, *args)
-
-    monkeypatch.setattr(ModelRun, "evaluate_shallow", short)
-    case(STEPS)
-    assert whole_of(seen) == sorted({*WHOLE, *range(11, STEPS)})
-    (said,) = [line for line in log_messages() if line.endswith("goes on without shallow steps")]
-    assert said.startswith(f"[ToMe] {reasons.NO_MEMORY}; ")
-    monkeypatch.undo()
-    assert torch.equal(case(STEPS), expected)
-
-
 def test_calls_with_gradients_are_whole():
     unet = make_unet()
     seen, given = watch(unet), inputs(unet)
@@ -565,16 +486,6 @@ def test_a_model_in_half_precision_has_the_same_shallow_steps(case):
     assert whole_of(seen) == WHOLE
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_a_run_that_is_too_short_is_whole_and_says_so(case, log_messages, count):
-    tome_nodes.apply_patch(case.pipeline, 0.6, preset="fast")
-    seen = watch(case.network)
-    case(count)
-    assert len(whole_of(seen)) == count
-    (line,) = log_messages()
-    assert reasons.too_short_for_shallow(count, 5).why in line
-
-
 def test_parts_of_a_picture_under_copies_of_the_scheduler_are_one_run(log_messages):
     """As in panoramas: each part of the picture has a copy of the scheduler."""
     case = sd15()
@@ -589,17 +500,3 @@ def test_parts_of_a_picture_under_copies_of_the_scheduler_are_one_run(log_messag
     case(STEPS, height=512, width=768)
     assert whole_of(seen) == WHOLE
     assert "shallow 11/20 steps" in log_messages()[-1]
-
-
-def test_an_error_in_the_report_costs_no_picture(case, log_messages, monkeypatch):
-    tome_nodes.apply_patch(case.pipeline, 0.6, preset="fast")
-    expected = case(STEPS)
-
-    def fail(*_, **__):
-        raise RuntimeError("on purpose")
-
-    monkeypatch.setattr(merging_calls, "merging_record", fail)
-    assert torch.equal(case(STEPS), expected)
-    assert log_messages()[1:] == [
-        "[ToMe] the report of this run is missing: RuntimeError: on purpose"
-    ]

@@ -561,16 +561,6 @@ def test_other_samplers_leave_out_as_many_steps(flux, sampler):
     assert 0 < relative_error(forecast, plain) < 1
 
 
-def test_only_active_steps_are_left_out(flux):
-    patched, answers = seen(attach(flux, fast(start_percent=0.6)))
-    sampled(patched, cfg=1.0)
-    plain, all_answers = seen(flux)
-    sampled(plain, cfg=1.0)
-    assert 6 <= len(answers) < 8
-    left_out = levels_of(all_answers) - levels_of(answers)
-    assert left_out and max(left_out) < all_answers[3][0]
-
-
 def test_a_run_of_a_picture_is_forecast_and_a_second_run_begins_anew(flux):
     patched, answers = seen(attach(flux, fast()))
     options = {"cfg": 1.0, "picture": 0.5, "start_step": 2}

@@ -4,7 +4,9 @@ import re
 from contextlib import ExitStack
 
 import pytest
+import torch
 from common import Shuffle, shuffle
+from host import compiled
 from ldm.models.diffusion.ddim import DDIMSampler
 from ldm.models.diffusion.plms import PLMSSampler
 from models import comfyui, ldm, pipelines
@@ -14,7 +16,22 @@ from tome_nodes.comfyui.attachment import attach, detach
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.presets import CUSTOM, settings_of
 
+MERGES = {"ratio": 0.5, "max_downsample": "auto"}
+SKIPS = {"ratio": 0.6, "preset": "fast"}
+"""Options by which tokens merge, and by which steps are shallow or forecast."""
+
+STEPS = 8
+"""A few of which are skipped."""
+
+ROUNDING = 5e-5
+"""For float32 in these models, whose weights amplify it."""
+
 _BLOCK = re.compile(r".*\.transformer_blocks\.\d+\.attn2\.to_q\.weight")
+
+
+def _innermost(module):
+    """Its last layer, whose hooks run even where what is around it is replaced."""
+    return [*module.modules()][-1]
 
 
 class Host:
@@ -25,15 +42,17 @@ class Host:
         is_unet: whether its steps are shallow; those of a transformer are forecast.
         blocks: number of blocks whose tokens merge; those of a UNet are counted by their weights.
         deep: layers that run only in whole evaluations.
+        left_out: a part of a UNet that shallow evaluations leave out.
         lacks: what this host cannot do.
     """
 
     lacks = ()
 
-    def __init__(self, network, is_unet, blocks=None, deep=None):
-        self.network, self.is_unet = network, is_unet
+    def __init__(self, network, deep=None, left_out=None, blocks=None):
+        self.network, self.is_unet, self.left_out = network, left_out is not None, left_out
         self.blocks = blocks or len([*filter(_BLOCK.fullmatch, network.state_dict())])
-        self.deep = deep or [network]
+        self.lacks += () if self.is_unet else ("shallow steps",)
+        self.deep = deep or [_innermost(left_out) if self.is_unet else network]
 
     def patch(self, lossless=False, **options):
         """Patch as users of the host do, or with plans that lose nothing."""
@@ -42,12 +61,16 @@ class Host:
     def undo(self):
         raise NotImplementedError
 
-    def __call__(self, steps=2, after_step=None):
+    def __call__(self, steps=2, size=None, after_step=None):
         """The latent that a sampling run ends with, the same each time.
 
-        ``after_step`` is called with the number of each step and its latent, and may return another
-        latent to go on with.
+        ``size`` is the height and width of the latent. ``after_step`` is called with the number of
+        each step and its latent, and may return another latent to go on with.
         """
+        raise NotImplementedError
+
+    def compile(self, backend, is_whole=True):
+        """Compile the network, into whole graphs or not."""
         raise NotImplementedError
 
     def needs(self, part):
@@ -72,19 +95,16 @@ class Host:
         return skipped, result
 
 
-def _innermost(module):
-    """Its last layer, whose hooks run even where what is around it is replaced."""
-    return [*module.modules()][-1]
-
-
 class ComfyUI(Host):
     """A clone of a model that tests share."""
 
     def __init__(self, kind, model):
         self._model, self._tiny = model.clone(), comfyui.KINDS[kind]
-        network, is_unet = model.model.diffusion_model, kind in comfyui.UNETS
-        deep = [_innermost(network.middle_block)] if is_unet else None
-        super().__init__(network, is_unet, None if is_unet else self._tiny.blocks, deep)
+        network, is_unet = model.model.diffusion_model, kind not in comfyui.TINY
+        if is_unet:
+            super().__init__(network, left_out=network.middle_block[0])
+        else:
+            super().__init__(network, blocks=self._tiny.blocks)
         # Sides that cells do not divide.
         self._options = {"size": self._tiny.size(*((12, 16) if is_unet else (7, 9)))}
         if kind == "svd":
@@ -101,14 +121,19 @@ class ComfyUI(Host):
     def undo(self):
         self._model = detach(self._model)
 
-    def __call__(self, steps=2, after_step=None):
+    def __call__(self, steps=2, size=None, after_step=None):
         def callback(step, denoised, latent, total):
             changed = after_step(step, latent)
             if changed is not None:
                 latent.copy_(changed)
 
         given = {"callback": callback if after_step else None, **self._options}
+        if size is not None:
+            given["size"] = size
         return comfyui.sample(self._model, self._tiny, steps=steps, **given)
+
+    def compile(self, backend, is_whole=True):
+        self._model = compiled(self._model.clone(), backend=backend, fullgraph=is_whole)
 
 
 class PyTorch(Host):
@@ -117,6 +142,8 @@ class PyTorch(Host):
     model = None
 
     def patch(self, lossless=False, **options):
+        if not options.keys() & {"preset", "forecast"}:
+            self.needs("merging")
         if lossless:
             shuffle(self.model, **options)
         else:
@@ -128,22 +155,30 @@ class PyTorch(Host):
 
 class Diffusers(PyTorch):
     def __init__(self, kind):
-        is_unet = kind in pipelines.CASES
-        self.case = (pipelines.CASES if is_unet else pipelines.TRANSFORMERS)[kind]()
+        makers = {**pipelines.TRANSFORMERS, **pipelines.CASES}
+        self.case = makers[kind]() if kind in makers else pipelines.sd15(kind)
         self.model, network = self.case.pipeline, self.case.network
-        if is_unet:
-            super().__init__(network, is_unet, deep=[network.mid_block.resnets[0].conv1])
+        if self.case.part == "unet":
+            # The smallest has no middle.
+            super().__init__(network, left_out=network.mid_block or network.down_blocks[-1])
         else:
             both = network, getattr(self.model, "transformer_2", None)
-            super().__init__(network, is_unet, deep=[each for each in both if each is not None])
-            self.lacks = ("merging in transformers",)
+            super().__init__(network, [each for each in both if each is not None])
+            self.lacks += ("merging",)
 
-    def __call__(self, steps=2, after_step=None):
+    def __call__(self, steps=2, size=None, after_step=None):
         def callback(pipeline, step, timestep, given):
             changed = after_step(step, given["latents"])
             return {} if changed is None else {"latents": changed}
 
-        return self.case(steps, **({"callback_on_step_end": callback} if after_step else {}))
+        options = {} if after_step is None else {"callback_on_step_end": callback}
+        if size is not None:
+            options |= {"height": 8 * size[0], "width": 8 * size[1]}
+        return self.case(steps, **options)
+
+    def compile(self, backend, is_whole=True):
+        compiled = torch.compile(self.case.network, backend=backend, fullgraph=is_whole)
+        setattr(self.model, self.case.part, compiled)
 
 
 class LatentDiffusion(PyTorch):
@@ -152,11 +187,15 @@ class LatentDiffusion(PyTorch):
     def __init__(self, family, sampler=DDIMSampler):
         self.model, self._sampler = ldm.make_model(family), sampler
         network = self.model.model.diffusion_model
-        super().__init__(network, True, deep=[_innermost(network.middle_block)])
+        super().__init__(network, left_out=network.middle_block)
 
-    def __call__(self, steps=2, after_step=None):
+    def __call__(self, steps=2, size=None, after_step=None):
         callback = after_step and (lambda step: after_step(step, None))
-        return ldm.run(self.model, self._sampler, steps, callback)
+        return ldm.run(self.model, self._sampler, steps, size or ldm.GRID, callback)
+
+    def compile(self, backend, is_whole=True):
+        network = torch.compile(self.network, backend=backend, fullgraph=is_whole)
+        self.model.model.diffusion_model = network
 
 
 def make(name, models):
@@ -169,10 +208,23 @@ def make(name, models):
     return LatentDiffusion(*{"sd2-PLMS": ("sd2", PLMSSampler)}.get(kind, (kind,)))
 
 
-def _of(host, *kinds):
+both_ways = pytest.mark.parametrize("options", [MERGES, SKIPS], ids=["merging", "skipping"])
+
+
+def of(names):
+    """Run a test for each of these."""
+    return pytest.mark.parametrize("host", names, indirect=True)
+
+
+def param(name, *others):
+    """A parameter of a test that is the model of a name, and others."""
     # What is true of the others is the same on every ComfyUI.
-    marks = () if host == "ComfyUI" else (pytest.mark.newest_only,)
-    return [pytest.param(f"{host} {kind}", marks=marks) for kind in kinds]
+    marks = () if name.startswith("ComfyUI ") else (pytest.mark.newest_only,)
+    return pytest.param(name, *others, marks=marks)
+
+
+def _of(host, *kinds):
+    return [param(f"{host} {kind}") for kind in kinds]
 
 
 ONE_OF_EACH = [
@@ -181,6 +233,9 @@ ONE_OF_EACH = [
     *_of("ldm", "sd2"),
 ]
 """A UNet and a transformer of each host that has them."""
+
+COMPILED_UNETS = [*_of("ComfyUI", "one_level"), *_of("diffusers", "one_block")]
+"""UNets that compile quickly."""
 
 SEVERAL = [
     *_of("ComfyUI", "sd15", "sdxl", "svd"),
@@ -204,3 +259,5 @@ SKIPPING = [
     *_of("ldm", "sd1", "sd2-PLMS"),
 ]
 """Of each kind that skips steps in its own way, some, and all of diffusers."""
+
+in_each = of(ONE_OF_EACH)
