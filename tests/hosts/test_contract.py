@@ -6,8 +6,10 @@ import pytest
 import torch
 from common import AS_FAST, EVERYTHING, ONLY_KEYS, attributes, relative_error
 from under_test import (
+    FORECAST,
     MERGES,
     MERGING,
+    ONE_OF_EACH,
     ROUNDING,
     SEVERAL,
     SKIPPING,
@@ -17,9 +19,12 @@ from under_test import (
     both_ways,
     in_each,
     of,
+    param,
 )
 
 from tome_nodes import reasons
+from tome_nodes.forecasting import forecasts
+from tome_nodes.forecasting.steps import log_snr
 
 
 def started(host):
@@ -162,7 +167,7 @@ def test_percents_that_cover_no_step_leave_the_plain_run(host, options, log_mess
         assert why in log_messages()[-1]
 
 
-@in_each
+@of([*ONE_OF_EACH, param("diffusers wan"), param("diffusers sd3")])
 def test_the_step_after_something_else_changed_the_latent_is_whole(host):
     host.needs("change of a latent between steps")
     host.patch(**SKIPS)
@@ -176,3 +181,46 @@ def test_the_step_after_something_else_changed_the_latent_is_whole(host):
     assert latent.isfinite().all()
     # The answers of a transformer lead to other forecasts.
     assert left == usual - {at} if host.is_unet else at not in left
+
+
+def first_forecast(steps):
+    return next(index for index, step in enumerate(steps) if step.answer is None)
+
+
+def log_snrs(*steps):
+    return [log_snr(step.level, is_flow=True) for step in steps]
+
+
+@of(FORECAST)
+def test_a_step_is_forecast_on_the_line_through_the_answers_before(host):
+    host.patch(**SKIPS)
+    steps = host.traced(STEPS)
+    at = first_forecast(steps)
+    one, other, now = steps[at - 2 : at + 1]
+    first, last, here = log_snrs(one, other, now)
+    expected = torch.lerp(one.used, other.used, 1 + 0.7 * (here - last) / (last - first))
+    assert relative_error(now.used, expected) < 1e-4
+
+
+@of(
+    [param(f"ComfyUI {kind}") for kind in ("flux", "wan21", "ltxav")]
+    + [param(f"diffusers {kind}") for kind in ("flux", "sd3", "ltx")]
+)
+def test_the_step_after_a_forecast_makes_up_for_its_error(host, monkeypatch):
+    """In the arithmetic of the sampler, with the line between the answers around the forecast."""
+    monkeypatch.setattr(forecasts, "_RESPONSE", 0.0)
+    host.patch(**SKIPS)
+    steps = host.traced(STEPS, is_guided=False)
+    at = first_forecast(steps)
+    before, now, after, then = steps[at - 1 : at + 3]
+    first, here, last = log_snrs(before, now, after)
+    between = torch.lerp(before.answer, after.answer, (here - first) / (last - first))
+    on_line = torch.lerp(between, now.latent, after.level / now.level)
+    expected, uncorrected = (
+        torch.lerp(after.answer, latent, then.level / after.level)
+        for latent in (on_line, after.latent)
+    )
+    error = relative_error(then.latent, expected)
+    assert error < 1e-3 and 3 * error < relative_error(then.latent, uncorrected)
+    # No step comes after the last.
+    assert relative_error(steps[-1].used, steps[-1].answer) < 1e-5

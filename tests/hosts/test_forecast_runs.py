@@ -16,7 +16,6 @@ from compatibility.neighbours import BY_NAME
 from host import fast, preset
 from models.comfyui import AURA_FLOW, TINY, build_class, conditioning, sample
 
-from benchmarks.fidelity import rivals
 from tome_nodes import reasons
 from tome_nodes.comfyui import comfy_compiler, forecast_part
 from tome_nodes.comfyui.attachment import attach, last_run
@@ -60,48 +59,6 @@ def seen_by_sampler(model):
 
 def levels_of(evaluations):
     return {level for level, _, _ in evaluations}
-
-
-@pytest.mark.parametrize("kind", ["flux", "wan21", "qwen_image", "ltxav", "z_image"])
-def test_the_model_is_left_out_where_a_straight_line_takes_its_place(
-    models, log_messages, monkeypatch, kind
-):
-    model = models(kind)
-    patched, answers = seen(attach(model, fast()))
-    monkeypatch.setattr(forecasts, "_correction", lambda *_: None)
-    forecast = sampled(patched, 6, kind)
-    # The rival puts the line in place of the guided answer, which is the same as of both parts.
-    expected = sampled(rivals.forecast()(model), 6, kind)
-    assert relative_error(forecast, expected) < 1e-4
-    assert len(levels_of(answers)) == 4
-    assert log_messages()[-1] == "[ToMe] forecast 2/6 steps (3, 5)"
-    assert relative_error(forecast, sampled(model, 6, kind)) > 1e-4
-
-
-@pytest.mark.parametrize("kind", ["flux", "wan21", "ltxav"])
-def test_the_step_after_a_forecast_makes_up_for_its_error(models, monkeypatch, kind):
-    """In the arithmetic of the sampler, with the line between the answers around the forecast."""
-    monkeypatch.setattr(forecasts, "_RESPONSE", 0.0)
-    outside, given = seen_by_sampler(models(kind))
-    patched, answers = seen(attach(outside, fast()))
-    sampled(patched, 6, kind, cfg=1.0)
-    assert len(given) == 6 and len(answers) == 4
-    answered = {level: denoised for level, _, denoised in answers}
-    levels, latents, _ = zip(*given, strict=True)
-    for step in (2, 4):
-        before, now, after = (answered.get(level) for level in levels[step - 1 : step + 2])
-        assert now is None
-        logs = [log_snr(level, is_flow=True) for level in levels[step - 1 : step + 2]]
-        between = torch.lerp(before, after, (logs[1] - logs[0]) / (logs[2] - logs[0]))
-        if step == 4:
-            # There is no step after the next.
-            assert torch.equal(given[5][2], after)
-            continue
-        share, next_share = (levels[at + 1] / levels[at] for at in (step, step + 1))
-        expected = torch.lerp(after, torch.lerp(between, latents[step], share), next_share)
-        assert relative_error(latents[step + 2], expected) < 1e-5
-        uncorrected = torch.lerp(after, latents[step + 1], next_share)
-        assert relative_error(latents[step + 2], uncorrected) > 1e-4
 
 
 def on_a_line(sound_turns, seen_levels):
@@ -270,28 +227,6 @@ def test_beside_some_nodes_nothing_is_forecast(flux, log_messages, name, why, is
     assert torch.equal(result, sampled(patch(flux))) == (why is not None)
     expected = "forecast 3/8 steps (3, 5, 7)" if why is None else f"nothing was forecast: {why}"
     assert log_messages() == [f"[ToMe] {expected}"]
-
-
-def test_a_step_whose_latent_something_else_changed_runs(flux):
-    """So do the next, as at the start. A callback of the host may change the latent in place."""
-
-    def ran(model, changed=None):
-        model, answers = seen(model)
-
-        def callback(step, denoised, latent, total):
-            if step == changed:
-                latent.copy_(latent.flip(-1))
-
-        result = guided(model, steps=12, callback=callback)
-        return [level for level, _, _ in answers], result
-
-    levels = [level for level in ran(flux)[0]]
-    usual, _ = ran(attach(flux, fast()))
-    assert [levels.index(level) for level in usual] == [0, 1, 2, 4, 6, 9, 11]
-    # The latent of step 7 is another; a forecast of it would be of the picture as it was.
-    after, result = ran(attach(flux, fast()), changed=6)
-    assert [levels.index(level) for level in after] == [0, 1, 2, 4, 6, 7, 8, 9, 11]
-    assert relative_error(result, ran(flux, changed=6)[1]) < 0.2
 
 
 @pytest.mark.parametrize("kind", ["flux", "wan21"])

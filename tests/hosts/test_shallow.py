@@ -186,18 +186,16 @@ def test_a_prompt_that_changes_in_the_middle_makes_the_next_step_whole(sdxl):
     assert len(PLANNED - shallow_of(patched)) == 1
 
 
-@pytest.mark.parametrize("sampler", ["euler", "dpmpp_2m_sde"])
-def test_a_latent_that_something_else_changed_makes_the_next_step_whole(sdxl, sampler):
+def test_a_latent_that_something_else_changed_under_noise_makes_the_next_step_whole(sdxl):
     """As a callback of the host may; here before the first of two shallow steps."""
-    patched = attach(sdxl, fast())
-    run(patched, sampler=sampler)
-    assert shallow_of(patched) == PLANNED and {17, 18} < PLANNED
+    assert {17, 18} < PLANNED
 
     def callback(step, denoised, latent, total):
         if step == 16:
             latent.copy_(latent.flip(-1))
 
-    run(patched, sampler=sampler, callback=callback)
+    patched = attach(sdxl, fast())
+    run(patched, sampler="dpmpp_2m_sde", callback=callback)
     assert shallow_of(patched) == PLANNED - {17}
 
 

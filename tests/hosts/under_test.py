@@ -2,9 +2,11 @@
 
 import re
 from contextlib import ExitStack
+from typing import NamedTuple
 
 import pytest
 import torch
+from comfy.patcher_extension import WrappersMP
 from common import Shuffle, shuffle
 from host import compiled
 from ldm.models.diffusion.ddim import DDIMSampler
@@ -27,6 +29,22 @@ ROUNDING = 5e-5
 """For float32 in these models, whose weights amplify it."""
 
 _BLOCK = re.compile(r".*\.transformer_blocks\.\d+\.attn2\.to_q\.weight")
+
+
+class Step(NamedTuple):
+    """A step of a run of a model that predicts a flow.
+
+    Attributes:
+        level: the level of noise.
+        latent: the noisy latent.
+        used: the denoised latent that the sampler gets.
+        answer: that of the model, if nothing guides it; None if the model does not run.
+    """
+
+    level: float
+    latent: torch.Tensor
+    used: torch.Tensor
+    answer: torch.Tensor | None
 
 
 def _innermost(module):
@@ -71,6 +89,10 @@ class Host:
 
     def compile(self, backend, is_whole=True):
         """Compile the network, into whole graphs or not."""
+        raise NotImplementedError
+
+    def traced(self, steps, is_guided=True):
+        """Each :class:`Step` of a run, of a model that predicts a flow."""
         raise NotImplementedError
 
     def needs(self, part):
@@ -135,6 +157,25 @@ class ComfyUI(Host):
     def compile(self, backend, is_whole=True):
         self._model = compiled(self._model.clone(), backend=backend, fullgraph=is_whole)
 
+    def traced(self, steps, is_guided=True):
+        model, answers, traced = self._model.clone(), [None], []
+
+        def run(executor, *args, **kwargs):
+            answers.append(executor(*args, **kwargs).clone())
+            return answers[-1].clone()
+
+        def guided(executor, x, t, *args, **kwargs):
+            answers[:] = [None]
+            used = executor(x, t, *args, **kwargs)
+            traced.append(Step(float(t.max()), x.clone(), used.clone(), answers[-1]))
+            return used
+
+        model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "traced", run)
+        model.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "traced", guided)
+        cfg = 4.0 if is_guided else 1.0
+        comfyui.sample(model, self._tiny, steps=steps, cfg=cfg, **self._options)
+        return traced
+
 
 class PyTorch(Host):
     """What ``apply_patch`` changes in place: a pipeline of diffusers, or a model of ldm."""
@@ -153,11 +194,19 @@ class PyTorch(Host):
         assert tome_nodes.remove_patch(self.model) is self.model
 
 
+_WITHOUT_SCALING = {
+    "qwen_image": {"true_cfg_scale": 1.0},
+    "lumina2": {"cfg_normalization": False},
+}
+"""Guidance of these scales the answer to its length without guidance, so it follows no line."""
+
+
 class Diffusers(PyTorch):
     def __init__(self, kind):
         makers = {**pipelines.TRANSFORMERS, **pipelines.CASES}
         self.case = makers[kind]() if kind in makers else pipelines.sd15(kind)
         self.model, network = self.case.pipeline, self.case.network
+        self.case.arguments |= _WITHOUT_SCALING.get(kind, {})
         if self.case.part == "unet":
             # The smallest has no middle.
             super().__init__(network, left_out=network.mid_block or network.down_blocks[-1])
@@ -179,6 +228,28 @@ class Diffusers(PyTorch):
     def compile(self, backend, is_whole=True):
         compiled = torch.compile(self.case.network, backend=backend, fullgraph=is_whole)
         setattr(self.model, self.case.part, compiled)
+
+    def traced(self, steps, is_guided=True):
+        flows, traced, scheduler = [None], [], self.model.scheduler
+        take = scheduler.step
+
+        def step(flow, timestep, latent, *args, **kwargs):
+            level = scheduler.sigmas[len(traced)].item()
+            used, answer = latent - level * flow, flows[-1]
+            if answer is not None and not is_guided:
+                answer = latent - level * answer
+            traced.append(Step(level, latent, used, answer))
+            flows[:] = [None]
+            return take(flow, timestep, latent, *args, **kwargs)
+
+        scheduler.step = step
+        with ExitStack() as hooks:
+            for network in self.deep:
+                hook = network.register_forward_hook(lambda *given: flows.append(given[-1][0]))
+                hooks.enter_context(hook)
+            self.case(steps, **({} if is_guided else {"guidance_scale": 1.0}))
+        del scheduler.step
+        return traced
 
 
 class LatentDiffusion(PyTorch):
@@ -251,13 +322,18 @@ MERGING = [
 ]
 """All whose tokens merge."""
 
-SKIPPING = [
-    *_of("ComfyUI", "sd15", "sdxl", "sdxl_refiner"),
+FORECAST = [
     *_of("ComfyUI", "flux", "wan21", "qwen_image", "ltxav", "z_image"),
-    *_of("diffusers", *pipelines.CASES),
     *_of("diffusers", *(name for name in pipelines.TRANSFORMERS if name != "cogvideox")),
+]
+"""Transformers: of ComfyUI, where all are the same to us, some that differ."""
+
+SKIPPING = [
+    *FORECAST,
+    *_of("ComfyUI", "sd15", "sdxl", "sdxl_refiner"),
+    *_of("diffusers", *pipelines.CASES),
     *_of("ldm", "sd1", "sd2-PLMS"),
 ]
-"""Of each kind that skips steps in its own way, some, and all of diffusers."""
+"""All of diffusers, and of the others some, that skip steps."""
 
 in_each = of(ONE_OF_EACH)
