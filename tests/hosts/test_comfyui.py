@@ -64,6 +64,8 @@ def sample_tiny(model, kind, steps=2, **options):
         ("sdxl", "module", "3/11 blocks (48 -> 24 tokens)"),
         ("sdxl_refiner", "module", "12/16 blocks (48 -> 24 tokens)"),
         ("sdxl", "stack", "11/11 blocks (48 -> 24 tokens x3, 12 -> 6 tokens x8)"),
+        # Of levels with as many blocks, the shallowest is enough.
+        ("sd15", "stack", "3/7 blocks (192 -> 96 tokens)"),
     ],
 )
 def test_auto_takes_the_shallowest_level_and_in_scope_stack_that_of_most_blocks(

@@ -6,7 +6,9 @@ import pytest
 import torch
 from common import AS_FAST, EVERYTHING, ONLY_KEYS, attributes, relative_error
 from under_test import (
+    COMPILED_UNETS,
     FORECAST,
+    LDM,
     MERGES,
     MERGING,
     ONE_OF_EACH,
@@ -89,6 +91,45 @@ def test_a_lossless_plan_reproduces_the_model_in_every_scope(host, options, log_
     host.patch(lossless=True, **EVERYTHING, **options)
     assert relative_error(host(), expected) < ROUNDING
     assert log_messages()[-1].startswith(f"[ToMe] merged {host.blocks}/{host.blocks} blocks ")
+
+
+def first_block(host):
+    """The first transformer block of a UNet."""
+    return next(each for each in host.network.modules() if hasattr(each, "attn1"))
+
+
+@of([param("ComfyUI sd15"), param("diffusers sd15"), *LDM])
+def test_stacks_change_all_tokens_of_a_slot_alike(host):
+    """So every token keeps its difference from the others."""
+    host.patch(**MERGES, scope="stack")
+    changes = []
+    with first_block(host).register_forward_hook(
+        lambda _, given, answer: changes.append(answer[0] - given[0][0])
+    ):
+        host(1)
+    (change,) = changes
+    alike = torch.cdist(change.double(), change.double()) < 1e-3
+    assert len(alike.unique(dim=0)) == len(change) // 2
+
+
+@of([*COMPILED_UNETS, *LDM])
+def test_what_other_code_changes_between_runs_is_merged_as_it_is(host):
+    host.patch(**MERGES, merge_mlp=True)
+    before, block = host(), first_block(host)
+    layer, forward = block.ff, block.forward
+    try:
+        block.ff = torch.nn.Sequential(layer, torch.nn.Tanh())
+        block.forward = lambda *args, **kwargs: 0.9 * forward(*args, **kwargs)
+        changed = host()
+        host.undo()
+        plain = host()
+        host.patch(**MERGES, merge_mlp=True)
+        assert torch.equal(host(), changed)
+        assert not torch.equal(changed, before) and not torch.equal(changed, plain)
+    finally:
+        block.ff = layer
+        del block.forward
+    assert torch.equal(host(), before)
 
 
 @in_each

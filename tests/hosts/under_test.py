@@ -298,11 +298,9 @@ def _of(host, *kinds):
     return [param(f"{host} {kind}") for kind in kinds]
 
 
-ONE_OF_EACH = [
-    *_of("ComfyUI", "sd15", "flux"),
-    *_of("diffusers", "sd15", "flux"),
-    *_of("ldm", "sd2"),
-]
+LDM = _of("ldm", "sd2")
+
+ONE_OF_EACH = [*_of("ComfyUI", "sd15", "flux"), *_of("diffusers", "sd15", "flux"), *LDM]
 """A UNet and a transformer of each host that has them."""
 
 COMPILED_UNETS = [*_of("ComfyUI", "one_level"), *_of("diffusers", "one_block")]
