@@ -624,22 +624,6 @@ def test_weights_that_stay_offloaded_work_under_the_patch(sd15_from_file):
         patched.detach()
 
 
-@pytest.mark.newest_only
-@pytest.mark.parametrize(
-    ("strategy", "dtype"),
-    [("bipartite", torch.float16), ("window", torch.bfloat16), ("cluster", torch.float16)],
-    ids=str,
-)
-def test_half_precision_merges_as_many_tokens_to_a_like_result(log_messages, dtype, strategy):
-    tiny = UNETS["sd15"]
-    model = comfyui.build_class(tiny.name, tiny.settings, dtype)
-    assert model.model.get_dtype_inference() == dtype
-    plain = sample_tiny(model, "sd15", steps=1)
-    merged = sample_tiny(attach(model, merging(strategy=strategy)), "sd15", steps=1)
-    assert 1e-3 < relative_error(merged, plain) < 0.5
-    assert log_messages()[-1].startswith("[ToMe] merged 3/7 blocks (192 -> 96 tokens), 1/1 steps")
-
-
 def test_a_deep_clone_merges_in_its_own_weights(sd15_from_file, log_messages):
     model, options = sd15_from_file, {"channels": 768, "steps": 1}
     patched = attach(model, merging())

@@ -1,6 +1,7 @@
 """What holds in every host: each test runs for a model of each, or for every model of each."""
 
 import gc
+from itertools import cycle
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from under_test import (
 from tome_nodes import reasons
 from tome_nodes.forecasting import forecasts
 from tome_nodes.forecasting.steps import log_snr
+from tome_nodes.settings.config import OPTIONS
 
 
 def started(host):
@@ -155,6 +157,27 @@ def test_patching_again_replaces_the_settings_and_a_ratio_of_0_removes_them(
 def test_a_ratio_of_0_skips_nothing_whatever_its_end(host):
     host.patch(ratio=0.0, ratio_end=0.4, forecast=True)
     assert host.skipped(STEPS)[0] == set()
+
+
+IN_HALF = [
+    *({**MERGES, "strategy": strategy} for strategy in OPTIONS["strategy"].choices),
+    SKIPS,
+]
+DTYPES = cycle((torch.float16, torch.bfloat16))
+
+
+@in_each
+@pytest.mark.parametrize(("options", "dtype"), [*zip(IN_HALF, DTYPES, strict=False)], ids=str)
+def test_half_precision_does_as_much_to_a_like_result(host, options, dtype, log_messages):
+    host.needs("half precision by itself")
+    results = []
+    for each in host, host.half(dtype):
+        each.patch(**options)
+        results.append(each(STEPS))
+    assert results[1].isfinite().all()
+    assert 0 < relative_error(results[1].float(), results[0]) < 0.5
+    line, of_half = log_messages()
+    assert of_half == line
 
 
 def numbers():

@@ -531,18 +531,6 @@ def test_a_feed_forward_in_chunks(unet, log_messages):
     assert log_messages()[-1].endswith("stack scope, module scope in 3 that are patched")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision(dtype, log_messages):
-    unet = make_unet().to(dtype)
-    plain = call(unet)
-    tome_nodes.apply_patch(unet, proportional_attn=True)
-    merged = call(unet)
-    assert merged.dtype == dtype
-    assert 1e-3 < relative_error(merged.float(), plain.float()) < 1
-    (line,) = log_messages()
-    assert line.startswith("[ToMe] merged 3/7 blocks") and "weigh as one token" not in line
-
-
 def test_what_was_merged_is_logged_once_for_each_size(log_messages):
     case = sd15()
     tome_nodes.apply_patch(case.pipeline, ratio=0.9, scope="stack", strategy="window")

@@ -475,17 +475,6 @@ def test_torch_compile_makes_whole_graphs_once(fresh_compiler, way):
     check_compiled(case, way, bound=1e-4, steps=STEPS, ratio=0.6, preset="fast")
 
 
-def test_a_model_in_half_precision_has_the_same_shallow_steps(case):
-    case.network.to(torch.bfloat16)
-    for prompt in "prompt_embeds", "negative_prompt_embeds":
-        case.arguments[prompt] = case.arguments[prompt].bfloat16()
-    seen = watch(case.network)
-    tome_nodes.apply_patch(case.pipeline, 0.6, preset="fast")
-    latent = case(STEPS)
-    assert latent.dtype == torch.bfloat16 and latent.isfinite().all()
-    assert whole_of(seen) == WHOLE
-
-
 def test_parts_of_a_picture_under_copies_of_the_scheduler_are_one_run(log_messages):
     """As in panoramas: each part of the picture has a copy of the scheduler."""
     case = sd15()

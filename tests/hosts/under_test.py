@@ -91,6 +91,10 @@ class Host:
         """Compile the network, into whole graphs or not."""
         raise NotImplementedError
 
+    def half(self, dtype):
+        """The same model in half precision."""
+        raise NotImplementedError
+
     def traced(self, steps, is_guided=True):
         """Each :class:`Step` of a run, of a model that predicts a flow."""
         raise NotImplementedError
@@ -121,7 +125,7 @@ class ComfyUI(Host):
     """A clone of a model that tests share."""
 
     def __init__(self, kind, model):
-        self._model, self._tiny = model.clone(), comfyui.KINDS[kind]
+        self._kind, self._model, self._tiny = kind, model.clone(), comfyui.KINDS[kind]
         network, is_unet = model.model.diffusion_model, kind not in comfyui.TINY
         if is_unet:
             super().__init__(network, left_out=network.middle_block[0])
@@ -156,6 +160,11 @@ class ComfyUI(Host):
 
     def compile(self, backend, is_whole=True):
         self._model = compiled(self._model.clone(), backend=backend, fullgraph=is_whole)
+
+    def half(self, dtype):
+        model = comfyui.build_class(self._tiny.name, self._tiny.settings, dtype)
+        assert model.model.get_dtype_inference() == dtype
+        return ComfyUI(self._kind, model)
 
     def traced(self, steps, is_guided=True):
         model, answers, traced = self._model.clone(), [None], []
@@ -203,6 +212,7 @@ _WITHOUT_SCALING = {
 
 class Diffusers(PyTorch):
     def __init__(self, kind):
+        self._kind = kind
         makers = {**pipelines.TRANSFORMERS, **pipelines.CASES}
         self.case = makers[kind]() if kind in makers else pipelines.sd15(kind)
         self.model, network = self.case.pipeline, self.case.network
@@ -229,6 +239,15 @@ class Diffusers(PyTorch):
         compiled = torch.compile(self.case.network, backend=backend, fullgraph=is_whole)
         setattr(self.model, self.case.part, compiled)
 
+    def half(self, dtype):
+        host = Diffusers(self._kind)
+        host.network.to(dtype)
+        arguments = host.case.arguments
+        for name, value in arguments.items():
+            if torch.is_tensor(value) and value.is_floating_point():
+                arguments[name] = value.to(dtype)
+        return host
+
     def traced(self, steps, is_guided=True):
         flows, traced, scheduler = [None], [], self.model.scheduler
         take = scheduler.step
@@ -253,7 +272,7 @@ class Diffusers(PyTorch):
 
 
 class LatentDiffusion(PyTorch):
-    lacks = ("change of a latent between steps",)
+    lacks = ("change of a latent between steps", "half precision by itself")
 
     def __init__(self, family, sampler=DDIMSampler):
         self.model, self._sampler = ldm.make_model(family), sampler
