@@ -116,13 +116,10 @@ def test_kept_features_go_on_beside_other_nodes(monkeypatch, name):
 @pytest.mark.parametrize("sampler", ["euler", "dpmpp_2m_sde"])
 def test_the_planned_steps_are_shallow_and_said_to_be(sdxl, log_messages, sampler):
     patched = attach(sdxl, fast())
-    result = run(patched, sampler=sampler)
+    run(patched, sampler=sampler)
     assert shallow_of(patched) == PLANNED
     assert ", shallow 11/20 steps, " in log_messages()[-1]
     assert "shallow in 11 of 20 steps" in in_words(last_run(patched))[0]
-    assert torch.equal(run(patched, sampler=sampler), result)
-    assert 0 < relative_error(result, run(sdxl, sampler=sampler)) < 1
-    assert overridden(sdxl) == []
 
 
 def test_steps_in_noise_without_a_picture_are_shallow_first(sdxl):
