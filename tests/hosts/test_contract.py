@@ -1,11 +1,14 @@
 """What holds in every host: each test runs for a model of each, or for every model of each."""
 
+import copy
 import gc
+import pickle
 from itertools import cycle
 
 import pytest
 import torch
 from common import AS_FAST, EVERYTHING, ONLY_KEYS, attributes, relative_error
+from models.pipelines import OFFLOADS
 from under_test import (
     COMPILED_UNETS,
     FORECAST,
@@ -115,13 +118,16 @@ def test_stacks_change_all_tokens_of_a_slot_alike(host):
 
 
 @of([*COMPILED_UNETS, *LDM])
-def test_what_other_code_changes_between_runs_is_merged_as_it_is(host):
+@pytest.mark.parametrize("part", ["layer", "forward"])
+def test_what_other_code_changes_between_runs_is_merged_as_it_is(host, part):
     host.patch(**MERGES, merge_mlp=True)
     before, block = host(), first_block(host)
     layer, forward = block.ff, block.forward
-    try:
+    if part == "layer":
         block.ff = torch.nn.Sequential(layer, torch.nn.Tanh())
+    else:
         block.forward = lambda *args, **kwargs: 0.9 * forward(*args, **kwargs)
+    try:
         changed = host()
         host.undo()
         plain = host()
@@ -130,7 +136,7 @@ def test_what_other_code_changes_between_runs_is_merged_as_it_is(host):
         assert not torch.equal(changed, before) and not torch.equal(changed, plain)
     finally:
         block.ff = layer
-        del block.forward
+        vars(block).pop("forward", None)
     assert torch.equal(host(), before)
 
 
@@ -178,6 +184,47 @@ def test_half_precision_does_as_much_to_a_like_result(host, options, dtype, log_
     assert 0 < relative_error(results[1].float(), results[0]) < 0.5
     line, of_half = log_messages()
     assert of_half == line
+
+
+OF_PYTORCH = [param("diffusers sd15"), param("diffusers flux"), *LDM]
+"""Models that are patched in place; ComfyUI copies and offloads its models by itself."""
+
+
+@of(OF_PYTORCH)
+@both_ways
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_a_copy_does_the_same_in_its_own_weights(host, options, copied):
+    host.patch(**options)
+    expected = host(STEPS)
+    other = copied(host)
+    assert torch.equal(other(STEPS), expected)
+    for parameter in host.network.parameters():
+        parameter.data.zero_()
+    assert torch.equal(other(STEPS), expected)
+    other.undo()
+    assert not torch.equal(other(STEPS), expected)
+
+
+@of(OF_PYTORCH[:2])
+@pytest.mark.parametrize("is_first", [True, False], ids=["offload first", "patch first"])
+@pytest.mark.parametrize("way", OFFLOADS)
+def test_offloading(host, way, is_first):
+    options = MERGES if host.is_unet else SKIPS
+    plain = host(STEPS)
+    host.patch(**options)
+    expected = host(STEPS)
+    if is_first:
+        host.undo()
+    for part in host.network, getattr(host.model, "vae", None):
+        if part is not None:
+            OFFLOADS[way](part)
+    if is_first:
+        host.patch(**options)
+    if way == "sequential":
+        assert {parameter.device.type for parameter in host.network.parameters()} == {"meta"}
+    assert relative_error(host(STEPS), expected) < ROUNDING
+    host.undo()
+    assert relative_error(host(STEPS), plain) < ROUNDING < relative_error(expected, plain)
 
 
 def numbers():

@@ -3,7 +3,6 @@
 import copy
 import gc
 import json
-import pickle
 import re
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
@@ -18,7 +17,6 @@ from common import (
     TOMESD_OPTIONS,
     check_compiled,
     input_lengths,
-    merged_everywhere,
     relative_error,
     shuffle,
     theirs_and_ours,
@@ -34,7 +32,6 @@ from models.pipelines import (
     COMPILED,
     DEVICE,
     GRID,
-    OFFLOADS,
     TEXT,
     TEXT_CHANNELS,
     call,
@@ -272,26 +269,16 @@ def parallel_replica(unet):
     return other
 
 
-@pytest.mark.parametrize(
-    "copied",
-    [
-        copy.deepcopy,
-        lambda unet: pickle.loads(pickle.dumps(unet)),
-        replica,
-        parallel_replica,
-    ],
-)
-def test_a_copy_merges_in_its_own_weights(unet, copied):
+@pytest.mark.parametrize("copied", [replica, parallel_replica])
+def test_a_replica_merges_in_its_own_weights(unet, copied):
     tome_nodes.apply_patch(unet, merge_mlp=True)
     expected = call(unet)
     other = copied(unet)
-    assert torch.equal(call(other), expected)
     for parameter in unet.parameters():
         parameter.data.zero_()
     assert torch.equal(call(other), expected)
     tome_nodes.remove_patch(other)
     assert not torch.equal(call(other), expected)
-    assert type(other) is type(unet) is UNet2DConditionModel
 
 
 def test_a_forward_with_other_names_merges_as_before(unet, log_messages):
@@ -318,28 +305,6 @@ def test_a_forward_with_other_names_merges_as_before(unet, log_messages):
         for _ in range(2):
             assert torch.equal(unet(text, given).sample, plain)
     assert log_messages()[1:] == [f"[ToMe] nothing merged: {reasons.UNKNOWN_CALL}"]
-
-
-@pytest.mark.parametrize("is_first", [True, False], ids=["offload first", "patch first"])
-@pytest.mark.parametrize("way", OFFLOADS)
-def test_offloading(way, is_first, log_messages):
-    case = sd15()
-    expected = case()
-
-    def offload(pipeline):
-        for part in pipeline.unet, pipeline.vae:
-            OFFLOADS[way](part)
-
-    for begin in (offload, shuffle) if is_first else (shuffle, offload):
-        begin(case.pipeline)
-    if way == "sequential":
-        assert {parameter.device.type for parameter in case.network.parameters()} == {"meta"}
-    assert relative_error(case(), expected) < ROUNDING
-    assert merged_everywhere(log_messages()[0])
-    tome_nodes.apply_patch(case.pipeline)
-    assert relative_error(case(), expected) > 1e-3
-    tome_nodes.remove_patch(case.pipeline)
-    assert torch.equal(case(), expected)
 
 
 def results(unet, *timesteps, seed=0):

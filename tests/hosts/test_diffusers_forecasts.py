@@ -10,7 +10,6 @@ import torch
 from common import attributes, check_compiled, relative_error
 from models.pipelines import (
     DEVICE,
-    OFFLOADS,
     TRANSFORMERS,
     Around,
     flux,
@@ -348,15 +347,6 @@ def test_tiles_of_two_sizes_may_share_a_step(case):
     calls = calls_by_step(case)
     assert 0 < relative_error(sampled(), plain) < 1
     assert len(calls) < 8
-
-
-@pytest.mark.parametrize("way", OFFLOADS)
-def test_offloading(case, way, log_messages):
-    tome_nodes.apply_patch(case.pipeline, preset="balanced")
-    expected = case(steps=8)
-    OFFLOADS[way](case.network)
-    assert relative_error(case(steps=8), expected) < 1e-5
-    assert log_messages() == ["[ToMe] forecast 2/8 steps (4, 7)"]
 
 
 @pytest.mark.parametrize("way", ["after", "compile_repeated_blocks"])
