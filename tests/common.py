@@ -12,7 +12,6 @@ import pytest
 import tomesd
 import torch
 from hypothesis import strategies as st
-from torch._dynamo.testing import CompileCounter
 
 import tome_nodes
 from benchmarks.lossless import lossless
@@ -76,30 +75,6 @@ def theirs_and_ours(model, call, options):
         outputs.append(call(model))
         library.remove_patch(model)
     return outputs
-
-
-def check_compiled(case, way, bound=5e-5, steps=2, **options):
-    """Whole graphs are made once and serve each time that a pipeline is patched."""
-    graphs, plain = CompileCounter(), case(steps)
-    tome_nodes.apply_patch(case.pipeline, **options)
-    expected = case(steps)
-    assert relative_error(expected, plain) > 1e-3
-    torch._dynamo.reset()
-    if way == "before":
-        tome_nodes.remove_patch(case.pipeline)
-    case.compile(way, graphs)
-    if way == "before":
-        case(steps)
-    counts = []
-    # There may be more blocks than graphs of one code.
-    with torch._dynamo.config.patch(recompile_limit=2):
-        for _ in range(2):
-            tome_nodes.apply_patch(case.pipeline, **options)
-            assert relative_error(case(steps), expected) < bound
-            counts.append(graphs.frame_count)
-    assert counts[0] == counts[1] > 0
-    tome_nodes.remove_patch(case.pipeline)
-    assert relative_error(case(steps), plain) < bound
 
 
 class Broken:

@@ -8,7 +8,8 @@ from itertools import cycle
 import pytest
 import torch
 from common import AS_FAST, EVERYTHING, ONLY_KEYS, attributes, relative_error
-from models.pipelines import OFFLOADS
+from models.pipelines import COMPILED, OFFLOADS
+from torch._dynamo.testing import CompileCounter
 from under_test import (
     COMPILED_UNETS,
     FORECAST,
@@ -172,6 +173,7 @@ IN_HALF = [
 DTYPES = cycle((torch.float16, torch.bfloat16))
 
 
+@pytest.mark.newest_only
 @in_each
 @pytest.mark.parametrize(("options", "dtype"), [*zip(IN_HALF, DTYPES, strict=False)], ids=str)
 def test_half_precision_does_as_much_to_a_like_result(host, options, dtype, log_messages):
@@ -184,6 +186,57 @@ def test_half_precision_does_as_much_to_a_like_result(host, options, dtype, log_
     assert 0 < relative_error(results[1].float(), results[0]) < 0.5
     line, of_half = log_messages()
     assert of_half == line
+
+
+STACKS = {**MERGES, "scope": "stack", "strategy": "window"}
+MODULES = {**MERGES, "merge_crossattn": True, "merge_mlp": True}
+
+
+@pytest.mark.newest_only
+@pytest.mark.parametrize(
+    ("host", "options", "way"),
+    [
+        param("ComfyUI one_level", MODULES | {"strategy": "window"}, "before"),
+        *(
+            param("ComfyUI one_level", STACKS | {"strategy": strategy}, "before")
+            for strategy in OPTIONS["strategy"].choices
+            if strategy != "window"
+        ),
+        param("ComfyUI flux", MERGES, "before"),
+        *(param(f"diffusers {kind}", STACKS, way) for way, kind in COMPILED.items()),
+        param("diffusers one_block", MODULES, "before"),
+        *(param("diffusers flux", SKIPS, way) for way in ("after", "compile_repeated_blocks")),
+        param("diffusers one_block", SKIPS, "before"),
+        param("diffusers one_level", SKIPS, "compile_repeated_blocks"),
+    ],
+    indirect=["host"],
+    ids=str,
+)
+def test_torch_compile_makes_whole_graphs_once(host, options, way, fresh_compiler):
+    """They serve each time that a model is patched, in all steps."""
+
+    def run():
+        return host(STEPS, size=(16, 16))
+
+    graphs, plain = CompileCounter(), run()
+    host.patch(**options)
+    expected = run()
+    assert relative_error(expected, plain) > 1e-3
+    if way == "before":
+        host.undo()
+    host.compile(graphs, way=way)
+    if way == "before":
+        assert relative_error(run(), plain) < 2 * ROUNDING
+    counts = []
+    # There may be more blocks than graphs of one code.
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for _ in range(2):
+            host.patch(**options)
+            assert relative_error(run(), expected) < 2 * ROUNDING
+            counts.append(graphs.frame_count)
+    assert counts[0] == counts[1] > 0
+    host.undo()
+    assert relative_error(run(), plain) < 2 * ROUNDING
 
 
 OF_PYTORCH = [param("diffusers sd15"), param("diffusers flux"), *LDM]

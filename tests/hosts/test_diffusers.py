@@ -1,7 +1,6 @@
 """The attach to the UNets of real diffusers pipelines: what merges and what stays."""
 
 import copy
-import gc
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +14,6 @@ from accelerate.utils import send_to_device
 from common import (
     EVERYTHING,
     TOMESD_OPTIONS,
-    check_compiled,
     input_lengths,
     relative_error,
     shuffle,
@@ -29,7 +27,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models.pipelines import (
     CASES,
-    COMPILED,
     DEVICE,
     GRID,
     TEXT,
@@ -54,7 +51,6 @@ from tome_nodes.python.scheduling import Scheduling
 from tome_nodes.settings.config import OPTIONS, ToMeConfig
 from tome_nodes.settings.presets import settings_of
 from tome_nodes.strategies.bipartite import BipartiteStrategy
-from tome_nodes.strategies.plan import Plan
 from tools.environment import ROOT
 
 pytestmark = pytest.mark.newest_only
@@ -326,17 +322,7 @@ def test_threads_on_one_unet_take_turns_and_each_follows_its_own_run(unet):
     assert not any("forward" in vars(module) for module in unet.modules())
 
 
-IN_MODULES = {"merge_crossattn": True, "merge_mlp": True}
 IN_STACKS = {"scope": "stack", "strategy": "window"}
-
-
-@pytest.mark.parametrize(
-    ("options", "way"),
-    [*((IN_STACKS, way) for way in COMPILED), (IN_MODULES, "before")],
-    ids=str,
-)
-def test_torch_compile_makes_whole_graphs_once(fresh_compiler, options, way):
-    check_compiled(sd15(COMPILED[way]), way, **options)
 
 
 def test_what_a_unet_compiled_of_itself_before_it_was_patched_runs_merged(fresh_compiler):
@@ -449,17 +435,6 @@ def test_gradients_also_reach_merged_tokens_after_kernels_have_merged_without(un
     assert relative_error(actual, expected) < ROUNDING
     actual.square().mean().backward()
     assert all(weight.grad is not None and weight.grad.any() for weight in unet.parameters())
-
-
-def test_no_plan_is_kept_between_calls(unet):
-    def plans():
-        gc.collect()
-        return {id(kept) for kept in gc.get_objects() if type(kept) is Plan}
-
-    before = plans()
-    tome_nodes.apply_patch(unet, **EVERYTHING)
-    call(unet)
-    assert plans() <= before
 
 
 def test_gradient_checkpointing_is_left_alone_after_merging_too(log_messages):

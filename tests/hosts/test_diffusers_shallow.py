@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import diffusers
 import pytest
 import torch
-from common import check_compiled, planned, relative_error
-from models.pipelines import CASES, COMPILED, inputs, make_unet, noise, picture, sd15, sdxl
+from common import planned, relative_error
+from models.pipelines import CASES, inputs, make_unet, noise, picture, sd15, sdxl
 
 import tome_nodes
 from tome_nodes import reasons
@@ -457,13 +457,6 @@ def test_blocks_that_are_brought_in_with_others_are_not_left_out(case, size, is_
     tome_nodes.apply_patch(case.pipeline, 0.6, preset="fast")
     case(STEPS)
     assert whole_of(seen) == ([*range(STEPS)] if is_whole else WHOLE)
-
-
-@pytest.mark.parametrize("way", ["before", "compile_repeated_blocks"])
-def test_torch_compile_makes_whole_graphs_once(fresh_compiler, way):
-    case = of("Euler", partial(sd15, COMPILED[way]))
-    case.arguments |= LARGE
-    check_compiled(case, way, bound=1e-4, steps=STEPS, ratio=0.6, preset="fast")
 
 
 def test_parts_of_a_picture_under_copies_of_the_scheduler_are_one_run(log_messages):

@@ -164,7 +164,7 @@ def in_another_thread(call):
 @in_each
 @both_ways
 @pytest.mark.parametrize(
-    ("place", "error"), [*zip(("deep", "shallow", "between steps"), ERRORS, strict=True)]
+    ("place", "error"), [*zip(("within", "at the end", "between steps"), ERRORS, strict=True)]
 )
 def test_a_run_that_is_stopped_leaves_nothing_and_blocks_no_other(host, options, place, error):
     host(STEPS)
@@ -184,10 +184,10 @@ def test_a_run_that_is_stopped_leaves_nothing_and_blocks_no_other(host, options,
         if len(calls) == at + 1:
             raise error("on purpose")
 
-    if place == "deep":
+    if place == "within":
         with stopped(host.deep[0], error):
             host(STEPS)
-    elif place == "shallow":
+    elif place == "at the end":
         with host.network.register_forward_hook(fail), pytest.raises(error, match="on purpose"):
             host(STEPS)
     else:

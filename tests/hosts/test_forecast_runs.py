@@ -111,8 +111,6 @@ def test_samplers_that_make_more_of_answers_get_them_as_they_are(flux, sampler, 
 @pytest.mark.parametrize(
     ("steps", "sampler", "why"),
     [
-        (3, "euler", reasons.too_short(3, 4)),
-        (1, "euler", reasons.too_short(1, 4)),
         (3, "deis", reasons.too_short(3, 4)),
         (4, "deis", reasons.sampler("deis")),
         (6, "dpmpp_2m", reasons.sampler_needs("dpmpp_2m", 8)),

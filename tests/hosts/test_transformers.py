@@ -207,7 +207,7 @@ def test_an_override_in_place_of_the_attention_gets_keys_that_weigh_as_much_as_a
     assert "weigh as one token" not in log_messages()[0]
 
 
-@pytest.mark.parametrize("kind", ["flux", "krea2", "wan21"])
+@pytest.mark.parametrize("kind", ["krea2", "wan21"])
 def test_torch_compile_makes_whole_graphs(models, fresh_compiler, kind):
     tiny, model = TINY[kind], models(kind)
     # That two settings do not get in each other's way is the same for all.

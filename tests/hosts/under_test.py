@@ -53,7 +53,17 @@ def _innermost(module):
 
 
 class Host:
-    """A model of a host.
+    """A model of a host, whose verbs each host has in its own way.
+
+    - ``host.patch(**options)`` patches it as its users do, and ``patch(lossless=True, **options)``
+      with plans that lose nothing; ``undo()`` removes the patch.
+    - ``host(steps, size, after_step)`` is the latent that a sampling run ends with, the same each
+      time. ``size`` is its height and width, of hosts that compile. ``after_step`` is called with
+      the number of each step and its latent, and may return another latent to go on with.
+    - ``compile(backend, is_whole, way)`` compiles the network, into whole graphs or not, in one of
+      the ways of :data:`models.pipelines.COMPILED` if it is of diffusers.
+    - ``half(dtype)`` is the same model in half precision.
+    - ``traced(steps, is_guided)`` is each :class:`Step` of a run, of a model that predicts a flow.
 
     Attributes:
         network: what a patch changes while it is evaluated.
@@ -71,33 +81,6 @@ class Host:
         self.blocks = blocks or len([*filter(_BLOCK.fullmatch, network.state_dict())])
         self.lacks += () if self.is_unet else ("shallow steps",)
         self.deep = deep or [_innermost(left_out) if self.is_unet else network]
-
-    def patch(self, lossless=False, **options):
-        """Patch as users of the host do, or with plans that lose nothing."""
-        raise NotImplementedError
-
-    def undo(self):
-        raise NotImplementedError
-
-    def __call__(self, steps=2, size=None, after_step=None):
-        """The latent that a sampling run ends with, the same each time.
-
-        ``size`` is the height and width of the latent. ``after_step`` is called with the number of
-        each step and its latent, and may return another latent to go on with.
-        """
-        raise NotImplementedError
-
-    def compile(self, backend, is_whole=True):
-        """Compile the network, into whole graphs or not."""
-        raise NotImplementedError
-
-    def half(self, dtype):
-        """The same model in half precision."""
-        raise NotImplementedError
-
-    def traced(self, steps, is_guided=True):
-        """Each :class:`Step` of a run, of a model that predicts a flow."""
-        raise NotImplementedError
 
     def needs(self, part):
         """Skip the test if the host lacks a part."""
@@ -158,7 +141,7 @@ class ComfyUI(Host):
             given["size"] = size
         return comfyui.sample(self._model, self._tiny, steps=steps, **given)
 
-    def compile(self, backend, is_whole=True):
+    def compile(self, backend, is_whole=True, way="before"):
         self._model = compiled(self._model.clone(), backend=backend, fullgraph=is_whole)
 
     def half(self, dtype):
@@ -235,9 +218,8 @@ class Diffusers(PyTorch):
             options |= {"height": 8 * size[0], "width": 8 * size[1]}
         return self.case(steps, **options)
 
-    def compile(self, backend, is_whole=True):
-        compiled = torch.compile(self.case.network, backend=backend, fullgraph=is_whole)
-        setattr(self.model, self.case.part, compiled)
+    def compile(self, backend, is_whole=True, way="before"):
+        self.case.compile(way, backend, is_whole)
 
     def half(self, dtype):
         host = Diffusers(self._kind)
@@ -279,13 +261,9 @@ class LatentDiffusion(PyTorch):
         network = self.model.model.diffusion_model
         super().__init__(network, left_out=network.middle_block)
 
-    def __call__(self, steps=2, size=None, after_step=None):
+    def __call__(self, steps=2, after_step=None):
         callback = after_step and (lambda step: after_step(step, None))
-        return ldm.run(self.model, self._sampler, steps, size or ldm.GRID, callback)
-
-    def compile(self, backend, is_whole=True):
-        network = torch.compile(self.network, backend=backend, fullgraph=is_whole)
-        self.model.model.diffusion_model = network
+        return ldm.run(self.model, self._sampler, steps, callback)
 
 
 def make(name, models):

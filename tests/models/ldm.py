@@ -94,7 +94,6 @@ def run(
     model: LatentDiffusion,
     sampler: Any,
     steps: int = 4,
-    size: tuple[int, int] = GRID,
     callback: Callable[[int], None] | None = None,
 ) -> Tensor:
     """A sampling run with classifier-free guidance, by a sampler of ldm.
@@ -105,7 +104,7 @@ def run(
     _, text = inputs()
     guidance = {"unconditional_guidance_scale": 4.0, "unconditional_conditioning": text[1:]}
     made = sampler(model).sample(
-        steps, 1, (4, *size), text[:1], verbose=False, callback=callback, **guidance
+        steps, 1, (4, *GRID), text[:1], verbose=False, callback=callback, **guidance
     )
     latent: Tensor = made[0]
     return latent

@@ -141,9 +141,9 @@ class Case:
         result = self.pipeline(**{**arguments, **self.arguments, **options})[0]
         return torch.stack(result) if isinstance(result, list) else torch.as_tensor(result)
 
-    def compile(self, way: str, backend: Any) -> None:
-        """Compile the network into whole graphs, in one of :data:`COMPILED`."""
-        options = {"backend": backend, "fullgraph": True}
+    def compile(self, way: str, backend: Any, is_whole: bool = True) -> None:
+        """Compile the network, into whole graphs or not, in one of :data:`COMPILED`."""
+        options = {"backend": backend, "fullgraph": is_whole}
         if way in ("before", "after"):
             setattr(self.pipeline, self.part, torch.compile(self.network, **options))
         else:
