@@ -11,6 +11,7 @@ from common import EVERYTHING, attributes, relative_error, stopped
 from torch._dynamo.testing import CompileCounter
 from under_test import (
     COMPILED_UNETS,
+    MAY_STAY,
     MERGES,
     ROUNDING,
     SKIPS,
@@ -18,6 +19,7 @@ from under_test import (
     ComfyUI,
     both_ways,
     in_each,
+    numbers,
     of,
     param,
 )
@@ -171,7 +173,7 @@ def test_a_run_that_is_stopped_leaves_nothing_and_blocks_no_other(host, options,
     plain, before = host(STEPS), attributes(host.network)
     host.patch(**options)
     skipped, expected = host.skipped(STEPS)
-    patched, calls = attributes(host.network), []
+    patched, calls, known = attributes(host.network), [], numbers()
     # The first that is shallow or, where none is, the third.
     at = min(skipped, default=2)
 
@@ -194,6 +196,9 @@ def test_a_run_that_is_stopped_leaves_nothing_and_blocks_no_other(host, options,
         with pytest.raises(error, match="on purpose"):
             host(STEPS, after_step=between)
     assert attributes(host.network) == patched
+    if place != "between steps" or isinstance(host, ComfyUI):
+        # The others do not tell that a run has ended between two calls.
+        assert numbers() < known + MAY_STAY
     assert torch.equal(in_another_thread(lambda: host(STEPS)), expected)
     assert torch.equal(host(STEPS), expected)
     host.undo()

@@ -1,5 +1,6 @@
 """Tiny models of every host, with the few verbs that the contract in ``test_contract.py`` needs."""
 
+import gc
 import re
 from contextlib import ExitStack
 from typing import NamedTuple
@@ -29,6 +30,16 @@ ROUNDING = 5e-5
 """For float32 in these models, whose weights amplify it."""
 
 _BLOCK = re.compile(r".*\.transformer_blocks\.\d+\.attn2\.to_q\.weight")
+
+
+MAY_STAY = 2 * 192
+"""As many numbers: the cells of a grid, for the next run. A latent is four times its tokens."""
+
+
+def numbers():
+    """How many numbers there are in all tensors but weights."""
+    gc.collect()
+    return sum(each.numel() for each in gc.get_objects() if type(each) is torch.Tensor)
 
 
 class Step(NamedTuple):
