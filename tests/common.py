@@ -12,7 +12,6 @@ import pytest
 import tomesd
 import torch
 from hypothesis import strategies as st
-from torch._dynamo.testing import CompileCounter
 
 import tome_nodes
 from benchmarks.lossless import lossless
@@ -52,17 +51,6 @@ AS_FAST = {
 }
 """Settings under which merging goes by levels as under presets *balanced* and *fast*."""
 
-in_every_scope = pytest.mark.parametrize(
-    "options",
-    [
-        {"attn_tokens": "q,k,v"},
-        {"attn_tokens": "k,v"},
-        {"scope": "stack"},
-        AS_FAST,
-    ],
-    ids=["q,k,v", "k,v", "stack", "fast"],
-)
-
 
 def planned(count, begins=-5.3, ends=7.0, ratio=0.6):
     """The whole ones of so many evaluations between two logarithms of signal to noise."""
@@ -87,52 +75,6 @@ def theirs_and_ours(model, call, options):
         outputs.append(call(model))
         library.remove_patch(model)
     return outputs
-
-
-def check_lossless(model, call, **options):
-    """A call with a lossless plan gives what the unpatched model gives, but for rounding."""
-    expected = call(model)
-    shuffle(model, **options)
-    assert relative_error(call(model), expected) < 5e-5
-
-
-def check_run(model, network, run, **options):
-    """A run with a lossless plan and one that merges; without our patch all is as it was."""
-    expected, before, random = run(), attributes(network), torch.get_rng_state()
-    shuffle(model, **options)
-    assert relative_error(run(), expected) < 5e-5
-    assert tome_nodes.apply_patch(model, **{"max_downsample": "auto", **options}) is model
-    merged = run()
-    assert merged.isfinite().all() and relative_error(merged, expected) > 1e-3
-    assert torch.equal(run(), merged)
-    assert torch.equal(torch.get_rng_state(), random)
-    assert tome_nodes.remove_patch(model) is model
-    assert attributes(network) == before
-    assert torch.equal(run(), expected)
-
-
-def check_compiled(case, way, bound=5e-5, steps=2, **options):
-    """Whole graphs are made once and serve each time that a pipeline is patched."""
-    graphs, plain = CompileCounter(), case(steps)
-    tome_nodes.apply_patch(case.pipeline, **options)
-    expected = case(steps)
-    assert relative_error(expected, plain) > 1e-3
-    torch._dynamo.reset()
-    if way == "before":
-        tome_nodes.remove_patch(case.pipeline)
-    case.compile(way, graphs)
-    if way == "before":
-        case(steps)
-    counts = []
-    # There may be more blocks than graphs of one code.
-    with torch._dynamo.config.patch(recompile_limit=2):
-        for _ in range(2):
-            tome_nodes.apply_patch(case.pipeline, **options)
-            assert relative_error(case(steps), expected) < bound
-            counts.append(graphs.frame_count)
-    assert counts[0] == counts[1] > 0
-    tome_nodes.remove_patch(case.pipeline)
-    assert relative_error(case(steps), plain) < bound
 
 
 class Broken:

@@ -9,9 +9,9 @@ from pathlib import Path
 from tools.environment import ROOT
 
 HOSTS = (
-    *("attention", "comfyui", "comfyui_neighbours", "diffusers", "diffusers_forecasts", "drop_in"),
-    *("faults", "host_checks", "kernels_in_models", "ldm", "presets", "recording", "report"),
-    "transformers",
+    *("attention", "comfyui", "comfyui_neighbours", "contract", "diffusers"),
+    *("diffusers_forecasts", "drop_in", "faults", "host_checks", "kernels_in_models", "ldm"),
+    *("presets", "recording", "report", "transformers"),
 )
 FILES = ("tests/unit/test_kernels.py", *(f"tests/hosts/test_{name}.py" for name in HOSTS))
 DRY = ("tests/hosts/test_kernels_in_models.py::test_weighed_attention_launches_two_more_kernels",)

@@ -62,6 +62,14 @@ def models():
     return model
 
 
+@pytest.fixture
+def host(request, models):
+    """The model of a host that a test of the contract runs for."""
+    from under_test import make
+
+    return make(request.param, models)
+
+
 @pytest.fixture(scope="session")
 def sd15_of():
     """Tiny UNets like that of Stable Diffusion 1.x by the number of its levels, each built once."""
@@ -85,19 +93,9 @@ def sd15_from_file(tmp_path):
     return comfy.sd.load_diffusion_model(str(path))
 
 
-@pytest.fixture(scope="session")
-def shallow():
-    """A tiny UNet of one level, with a stack of two blocks and one of one; it compiles quickly."""
-    from models.comfyui import UNETS, build_class
-
-    one_level = {
-        "channel_mult": (1,),
-        "num_res_blocks": [1],
-        "transformer_depth": [2],
-        "transformer_depth_middle": -1,
-        "transformer_depth_output": [1, 0],
-    }
-    return build_class("SD15", UNETS["sd15"].settings | one_level)
+@pytest.fixture
+def shallow(models):
+    return models("one_level")
 
 
 @pytest.fixture

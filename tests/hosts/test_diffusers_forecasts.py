@@ -7,10 +7,9 @@ from types import SimpleNamespace
 import diffusers
 import pytest
 import torch
-from common import attributes, check_compiled, relative_error
+from common import attributes, relative_error
 from models.pipelines import (
     DEVICE,
-    OFFLOADS,
     TRANSFORMERS,
     Around,
     flux,
@@ -26,23 +25,11 @@ from tome_nodes.ops import clock
 from tome_nodes.python.diffusers_transformers import DiffusersTransformers
 from tome_nodes.python.flow_call import FlowCall, flow_call
 from tome_nodes.skipping import forecasts
-from tome_nodes.skipping.steps import log_snr, steps_that_run
+from tome_nodes.skipping.steps import steps_that_run
 
 pytestmark = pytest.mark.newest_only
 
 FLOWS = [name for name in TRANSFORMERS if name != "cogvideox"]
-
-
-@pytest.fixture(autouse=True)
-def answers_may_turn_back(monkeypatch):
-    """With random weights they do, and would not be forecast."""
-    add = forecasts._Line.add
-
-    def add_without_a_look(self, new):
-        add(self, new)
-        self.came = None
-
-    monkeypatch.setattr(forecasts._Line, "add", add_without_a_look)
 
 
 @pytest.fixture
@@ -78,31 +65,12 @@ def calls_by_step(case):
     return counts
 
 
-@pytest.mark.parametrize("name", FLOWS)
-def test_every_pipeline_forecasts_and_is_as_before_without(name, log_messages):
-    case = TRANSFORMERS[name]()
-    expected, before = case(steps=8), attributes(case.network)
-    random = torch.get_rng_state()
-    assert tome_nodes.apply_patch(case.pipeline, preset="balanced") is case.pipeline
-    forecast = case(steps=8)
-    assert 1e-3 < relative_error(forecast, expected) < 1
-    # Another run begins anew.
-    assert torch.equal(case(steps=8), forecast)
-    assert torch.equal(torch.get_rng_state(), random)
-    # After a change of the expert, three steps run. The noise levels of SD3 fall unevenly.
-    (line,) = log_messages()
-    assert line.startswith(f"[ToMe] forecast {1 if name in ('wan', 'sd3') else 2}/8 steps (4")
-    assert tome_nodes.remove_patch(case.pipeline) is case.pipeline
-    assert attributes(case.network) == before
-    assert torch.equal(case(steps=8), expected)
-
-
 @pytest.mark.parametrize(
     ("seconds", "words"),
     [
         (
-            [9, 2, 2, 0.5, 2, 2, 0.5],
-            "saved 3 s (19%): a step took 2 s with the model, 0.5 s forecast",
+            [9, 2, 0.5, 2, 0.5, 2, 0.5],
+            "saved 4.5 s (28%): a step took 2 s with the model, 0.5 s forecast",
         ),
         ([9, 1, 1, 1, 1, 1, 1], "no gain: a step took 1 s with the model, 1 s forecast"),
     ],
@@ -118,7 +86,7 @@ def test_a_run_says_whether_it_helped(caplog, monkeypatch, seconds, words):
     tome_nodes.apply_patch(case.pipeline, preset="balanced")
     case(steps=8)
     assert set(counts.values()) == {2}
-    assert caplog.messages == [f"[ToMe] forecast 2/8 steps (4, 7); {words}"]
+    assert caplog.messages == [f"[ToMe] forecast 3/8 steps (3, 5, 7); {words}"]
 
 
 @pytest.mark.parametrize("name", FLOWS)
@@ -165,66 +133,17 @@ def test_what_is_not_of_the_picture_is_not_forecast(name, make, given, shape):
     assert relative_error(returned.sample[:, :80], result.sample[:, :80]) < 1e-4
 
 
-def sampled(case, monkeypatch, **options):
-    """Of eight steps, the noise, the latents and what the scheduler got; the answers of some."""
-    scheduler = case.pipeline.scheduler
-    step, latents, used, answers = type(scheduler).step, [], [], {}
-    for network in networks_of(case):
-        network.register_forward_hook(
-            lambda module, given, output: answers.update({len(latents): output[0]})
-        )
-
-    def spy(self, output, timestep, sample, *args, **kwargs):
-        latents.append(sample)
-        used.append(output)
-        return step(self, output, timestep, sample, *args, **kwargs)
-
-    monkeypatch.setattr(type(scheduler), "step", spy)
-    tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced")
-    case(steps=8, **options)
-    return scheduler.sigmas.tolist(), latents, used, answers
-
-
-@pytest.mark.parametrize("name", FLOWS)
-def test_steps_are_left_out_whose_answers_a_straight_line_gives(name, monkeypatch):
-    """In the scheduler's own arithmetic: the denoised latent is the noisy one without its noise."""
-    case = TRANSFORMERS[name]()
-    # Guidance of these scales the answer to its length without guidance.
-    scaling = {"qwen_image": {"true_cfg_scale": 1.0}, "lumina2": {"cfg_normalization": False}}
-    levels, latents, used, answers = sampled(case, monkeypatch, **scaling.get(name, {}))
-    assert 3 not in answers
-    one, other, forecast = (latents[at] - levels[at] * used[at] for at in (1, 2, 3))
-    before, after, now = (log_snr(levels[at], is_flow=True) for at in (1, 2, 3))
-    share = 0.7 * (now - after) / (after - before)
-    assert relative_error(forecast, other + share * (other - one)) < 1e-4
-
-
-@pytest.mark.parametrize("name", ["flux", "sd3", "ltx"])
-def test_the_step_after_a_forecast_makes_up_for_its_error(name, monkeypatch):
-    """In the scheduler's own arithmetic, with the line between the answers around the forecast."""
-    monkeypatch.setattr(forecasts, "_RESPONSE", 0.0)
-    case = TRANSFORMERS[name]()
-    levels, latents, _, answers = sampled(case, monkeypatch, guidance_scale=1.0)
-    before, after = (latents[at] - levels[at] * answers[at] for at in (2, 4))
-    logs = [log_snr(levels[at], is_flow=True) for at in (2, 3, 4)]
-    between = torch.lerp(before, after, (logs[1] - logs[0]) / (logs[2] - logs[0]))
-    on_line = torch.lerp(between, latents[3], levels[4] / levels[3])
-    expected = torch.lerp(after, on_line, levels[5] / levels[4])
-    assert relative_error(latents[5], expected) < 1e-3
-    assert relative_error(latents[5], torch.lerp(after, latents[4], levels[5] / levels[4])) > 3e-3
-
-
 @pytest.mark.parametrize(
     ("name", "options", "expected"),
     [
-        ("qwen_image", {}, dict.fromkeys((0, 1, 2, 4, 5, 7), 2)),
-        ("wan", {}, dict.fromkeys((0, 1, 2, 4, 5, 6, 7), 2)),
+        ("qwen_image", {}, dict.fromkeys((0, 1, 3, 5, 7), 2)),
+        ("wan", {}, dict.fromkeys((0, 1, 3, 4, 5, 7), 2)),
         # From the second step on, a second call, of one sample instead of two.
         ("sd3", {"skip_guidance_layers": [1]}, {0: 1, **dict.fromkeys((1, 2, 3, 4, 5, 7), 2)}),
     ],
 )
 def test_the_calls_of_a_step_are_forecast_or_run_together(name, options, expected):
-    """After a change, also of the expert, three steps run, as at the start."""
+    """After a change, also of the expert, as many steps run as at the start."""
     case = TRANSFORMERS[name]()
     if name == "sd3":
         options |= {"skip_layer_guidance_start": 0.0, "skip_layer_guidance_stop": 1.0}
@@ -299,23 +218,6 @@ def test_a_picture_to_begin_with_begins_at_a_later_step(case, is_told):
         answer = case.network(**given)[0]
         given["hidden_states"] = scheduler.step(answer, time, given["hidden_states"])[0]
     assert counts.keys() == ({4, 5, 7} if is_told else {0, 5, 7})
-
-
-@pytest.mark.parametrize(
-    ("given", "runs"), [({"start_percent": 0.5}, {3}), ({"end_percent": 0.5}, {6})], ids=str
-)
-def test_percents_are_shares_of_the_steps(case, given, runs):
-    counts = calls_by_step(case)
-    tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced", **given)
-    case(steps=8)
-    assert counts.keys() == {0, 1, 2, 4, 5, 7} | runs
-
-
-def test_percents_that_cover_no_step_say_so(case, log_messages):
-    tome_nodes.apply_patch(case.pipeline, preset="balanced", start_percent=0.9)
-    case(steps=8)
-    (line,) = log_messages()
-    assert "start_percent=0.9 to end_percent=1.0 covers no step of this run; widen them" in line
 
 
 def multistep(kind, **options):
@@ -404,12 +306,6 @@ def test_a_transformer_in_a_wrapper_is_left_alone(case, log_messages):
     ]
 
 
-def test_a_ratio_of_0_forecasts_nothing_whatever_its_end(case):
-    before = attributes(case.network)
-    tome_nodes.apply_patch(case.pipeline, 0.0, ratio_end=0.4, forecast=True)
-    assert attributes(case.network) == before
-
-
 @pytest.mark.parametrize(
     ("name", "others"),
     [
@@ -425,36 +321,6 @@ def test_answers_of_another_form_are_not_forecast(name, others):
     given = case.called()
     assert isinstance(flow_call(case.network, (), given), FlowCall)
     assert flow_call(case.network, (), given | others) == reasons.OTHER_FORM
-
-
-@pytest.mark.parametrize("name", ["flux", "wan", "sd3"])
-def test_a_step_whose_latent_a_callback_changed_runs(name):
-    """With guidance in one call, in two, and without."""
-    case = TRANSFORMERS[name]()
-    tome_nodes.apply_patch(case.pipeline, preset="balanced")
-    networks = networks_of(case)
-
-    def ran(changed=None):
-        steps = []
-        hooks = [
-            network.register_forward_hook(
-                lambda *_: steps.append(case.pipeline.scheduler.step_index)
-            )
-            for network in networks
-        ]
-
-        def callback(pipeline, step, timestep, given):
-            latents = given["latents"]
-            return {"latents": latents.flip(-2)} if step == changed else {}
-
-        case(steps=8, callback_on_step_end=callback)
-        for hook in hooks:
-            hook.remove()
-        return set(steps)
-
-    forecast = {*range(1, 8)} - ran()
-    first = min(forecast)
-    assert first not in {*range(1, 8)} - ran(changed=first - 1)
 
 
 @torch.no_grad()
@@ -481,20 +347,6 @@ def test_tiles_of_two_sizes_may_share_a_step(case):
     calls = calls_by_step(case)
     assert 0 < relative_error(sampled(), plain) < 1
     assert len(calls) < 8
-
-
-@pytest.mark.parametrize("way", OFFLOADS)
-def test_offloading(case, way, log_messages):
-    tome_nodes.apply_patch(case.pipeline, preset="balanced")
-    expected = case(steps=8)
-    OFFLOADS[way](case.network)
-    assert relative_error(case(steps=8), expected) < 1e-5
-    assert log_messages() == ["[ToMe] forecast 2/8 steps (4, 7)"]
-
-
-@pytest.mark.parametrize("way", ["after", "compile_repeated_blocks"])
-def test_torch_compile_makes_whole_graphs_once(case, fresh_compiler, way):
-    check_compiled(case, way, bound=1e-5, steps=8, preset="balanced")
 
 
 @pytest.mark.parametrize("is_first", [True, False])

@@ -1,19 +1,13 @@
 """Shallow steps of real UNets, in real pipelines of diffusers, beside merging."""
 
-import copy
-import gc
-import pickle
-import weakref
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
 import diffusers
 import pytest
 import torch
-from common import attributes, check_compiled, planned, relative_error
-from models.pipelines import CASES, COMPILED, inputs, make_unet, noise, picture, sd15, sdxl
+from common import planned, relative_error
+from models.pipelines import CASES, inputs, make_unet, noise, picture, sd15, sdxl
 
 import tome_nodes
 from tome_nodes import reasons
@@ -22,7 +16,6 @@ from tome_nodes.python import unet_run
 from tome_nodes.python.diffusers_unets import DiffusersUNets
 from tome_nodes.python.scheduling import Scheduling
 from tome_nodes.python.unet_run import UNetRun
-from tome_nodes.run import sampling_run
 from tome_nodes.run.span import Span
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.skipping.features import Features
@@ -98,23 +91,6 @@ def planned_for(seen):
 
 def whole_of(seen):
     return [index for index, each in enumerate(seen) if each.is_whole]
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_every_pipeline_has_shallow_steps_and_is_as_before_without(name, log_messages):
-    case = of("Euler", CASES[name])
-    expected, before, random = case(STEPS), attributes(case.network), torch.get_rng_state()
-    assert tome_nodes.apply_patch(case.pipeline, 0.6, preset="fast") is case.pipeline
-    shallow = case(STEPS)
-    assert 1e-4 < relative_error(shallow, expected) < 1
-    # Another run begins anew.
-    assert torch.equal(case(STEPS), shallow)
-    assert torch.equal(torch.get_rng_state(), random)
-    (line,) = log_messages()
-    assert line.startswith("[ToMe] shallow 11/20 steps")
-    tome_nodes.remove_patch(case.pipeline)
-    assert attributes(case.network) == before
-    assert torch.equal(case(STEPS), expected)
 
 
 @torch.no_grad()
@@ -223,14 +199,6 @@ def test_a_run_merges_and_is_shallow_and_says_both_in_one_line_once(case, caplog
     assert why in caplog.messages[-1]
 
 
-@pytest.mark.parametrize("options", [{}, {"ratio": 0.0, "ratio_end": 0.4, "forecast": True}])
-def test_settings_without_skipped_steps_merge_only(case, options):
-    seen = watch(case.network)
-    tome_nodes.apply_patch(case.pipeline, **options)
-    case(STEPS)
-    assert len(whole_of(seen)) == STEPS
-
-
 def by_hand(unet, timesteps, sample=None, **given):
     """A sampler of one's own: the latent goes towards what the UNet says."""
     arguments = inputs(unet)
@@ -269,21 +237,6 @@ def test_arguments_may_be_passed_by_name(names):
             by_place, by_name = [], own
         with torch.no_grad():
             latent = latent - 0.1 * unet(*by_place, **by_name, **given).sample
-    assert whole_of(seen) == WHOLE
-
-
-def test_a_hook_on_a_block_that_is_left_out_makes_the_rest_whole(case, log_messages):
-    tome_nodes.apply_patch(case.pipeline, 0.6, preset="fast")
-    hook = case.network.mid_block.register_forward_hook(lambda _, __, h: h + torch.ones(64, 1, 1))
-    seen = watch(case.network)
-    assert case(STEPS).isfinite().all()
-    # The shallow call failed, and is whole the second time.
-    assert len(whole_of(seen)) == STEPS
-    (said,) = [line for line in log_messages() if line.endswith("goes on without shallow steps")]
-    assert "a shallow step failed (RuntimeError: " in said
-    hook.remove()
-    del seen[:]
-    case(STEPS)
     assert whole_of(seen) == WHOLE
 
 
@@ -340,21 +293,14 @@ def test_calls_at_any_noise_level_are_all_whole():
     assert len(whole_of(seen)) == len(seen)
 
 
-def test_a_second_pipeline_and_copies_are_counted_by_their_own_timesteps():
+def test_a_second_pipeline_is_counted_by_its_own_timesteps():
     case, other = of("Euler"), of("DDIM")
     other.pipeline.unet = case.network
     tome_nodes.apply_patch(case.pipeline, 0.6, preset="fast")
-    copies = copy.deepcopy(case.network), pickle.loads(pickle.dumps(case.network))
-    seen = watch(case.network)
     case(STEPS)
-    del seen[:]
+    seen = watch(case.network)
     other(12)
     assert whole_of(seen) == sorted(planned(12))
-    for copied in copies:
-        other.pipeline.unet = copied
-        seen = watch(copied)
-        other(12)
-        assert whole_of(seen) == sorted(planned(12))
 
 
 def test_a_run_of_another_schedule_begins_anew_even_if_its_timestep_falls(case):
@@ -400,19 +346,6 @@ def test_a_run_that_a_refiner_goes_on_with_ends_where_it_leaves_off(log_messages
     assert count == 32
     assert whole_of(seen) == planned_for(seen)
     assert f"/{count} steps" in log_messages()[-1]
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [({"end_percent": 0.5}, range(10)), ({"start_percent": 0.5}, range(10, 20))],
-    ids=str,
-)
-def test_percents_follow_the_timesteps_as_those_of_merging_do(case, given, expected):
-    seen = watch(case.network)
-    tome_nodes.apply_patch(case.pipeline, 0.6, preset="fast", **given)
-    case(STEPS)
-    shallow = {*range(STEPS)} - {*whole_of(seen)}
-    assert shallow == ({*range(STEPS)} - {*WHOLE}) & {*expected}
 
 
 def without_guidance(pipeline, step, timestep, given):
@@ -490,53 +423,6 @@ def test_what_the_answer_goes_by_has_to_stay_but_the_values_of_control_do_not():
     assert conditions(**control) == conditions(**{ADDED[1]: 2 * control[ADDED[1]]})
 
 
-@pytest.mark.parametrize("failure", [None, RuntimeError, KeyboardInterrupt])
-def test_nothing_is_left_after_a_run(case, failure, monkeypatch):
-    kept, keep = [], Features.keep
-
-    def spy(self, keys, place, features):
-        kept.append(weakref.ref(features))
-        keep(self, keys, place, features)
-
-    def fail(*_):
-        if failure is not None and case.pipeline.scheduler.step_index == 8:
-            raise failure("on purpose")
-
-    monkeypatch.setattr(Features, "keep", spy)
-    tome_nodes.apply_patch(case.pipeline, 0.6, preset="fast")
-    expected, patched = case(STEPS), attributes(case.network)
-    hook = case.network.register_forward_hook(fail)
-    with nullcontext() if failure is None else pytest.raises(failure, match="on purpose"):
-        case(STEPS)
-    hook.remove()
-    assert attributes(case.network) == patched
-    gc.collect()
-    assert len(kept) > 8 and not any(reference() is not None for reference in kept)
-    with ThreadPoolExecutor(1) as pool:
-        assert torch.equal(pool.submit(case, STEPS).result(timeout=60), expected)
-
-
-def test_a_run_without_memory_goes_on_whole(case, monkeypatch, log_messages):
-    seen = watch(case.network)
-    tome_nodes.apply_patch(case.pipeline, 0.6, preset="fast")
-    expected = case(STEPS)
-    del seen[:]
-    evaluate = ModelRun.evaluate_shallow
-
-    def short(self, *args):
-        if len(seen) == 11:
-            raise torch.OutOfMemoryError("on purpose")
-        return evaluate(self, *args)
-
-    monkeypatch.setattr(ModelRun, "evaluate_shallow", short)
-    case(STEPS)
-    assert whole_of(seen) == sorted({*WHOLE, *range(11, STEPS)})
-    (said,) = [line for line in log_messages() if line.endswith("goes on without shallow steps")]
-    assert said.startswith(f"[ToMe] {reasons.NO_MEMORY}; ")
-    monkeypatch.undo()
-    assert torch.equal(case(STEPS), expected)
-
-
 def test_calls_with_gradients_are_whole():
     unet = make_unet()
     seen, given = watch(unet), inputs(unet)
@@ -575,34 +461,6 @@ def test_blocks_that_are_brought_in_with_others_are_not_left_out(case, size, is_
     assert whole_of(seen) == ([*range(STEPS)] if is_whole else WHOLE)
 
 
-@pytest.mark.parametrize("way", ["before", "compile_repeated_blocks"])
-def test_torch_compile_makes_whole_graphs_once(fresh_compiler, way):
-    case = of("Euler", partial(sd15, COMPILED[way]))
-    case.arguments |= LARGE
-    check_compiled(case, way, bound=1e-4, steps=STEPS, ratio=0.6, preset="fast")
-
-
-def test_a_model_in_half_precision_has_the_same_shallow_steps(case):
-    case.network.to(torch.bfloat16)
-    for prompt in "prompt_embeds", "negative_prompt_embeds":
-        case.arguments[prompt] = case.arguments[prompt].bfloat16()
-    seen = watch(case.network)
-    tome_nodes.apply_patch(case.pipeline, 0.6, preset="fast")
-    latent = case(STEPS)
-    assert latent.dtype == torch.bfloat16 and latent.isfinite().all()
-    assert whole_of(seen) == WHOLE
-
-
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_a_run_that_is_too_short_is_whole_and_says_so(case, log_messages, count):
-    tome_nodes.apply_patch(case.pipeline, 0.6, preset="fast")
-    seen = watch(case.network)
-    case(count)
-    assert len(whole_of(seen)) == count
-    (line,) = log_messages()
-    assert reasons.too_short_for_shallow(count, 5).why in line
-
-
 def test_parts_of_a_picture_under_copies_of_the_scheduler_are_one_run(log_messages):
     """As in panoramas: each part of the picture has a copy of the scheduler."""
     case = sd15()
@@ -617,17 +475,3 @@ def test_parts_of_a_picture_under_copies_of_the_scheduler_are_one_run(log_messag
     case(STEPS, height=512, width=768)
     assert whole_of(seen) == WHOLE
     assert "shallow 11/20 steps" in log_messages()[-1]
-
-
-def test_an_error_in_the_report_costs_no_picture(case, log_messages, monkeypatch):
-    tome_nodes.apply_patch(case.pipeline, 0.6, preset="fast")
-    expected = case(STEPS)
-
-    def fail(*_, **__):
-        raise RuntimeError("on purpose")
-
-    monkeypatch.setattr(sampling_run, "make_record", fail)
-    assert torch.equal(case(STEPS), expected)
-    assert log_messages()[1:] == [
-        "[ToMe] the report of this run is missing: RuntimeError: on purpose"
-    ]

@@ -1,23 +1,34 @@
-"""An error at any stage of merging: it is the one that the user sees, and it leaves nothing."""
+"""What holds in every host of errors: it is the one that the user sees, and it leaves nothing."""
 
 from itertools import cycle
+from threading import Thread
 from weakref import WeakSet
 
 import comfy.model_management
 import pytest
 import torch
-from common import EVERYTHING, relative_error, stopped
-from host import compiled, merging, overridden, sample
-from models.comfyui import TINY, UNETS
-from models.comfyui import sample as sample_transformer
-from models.pipelines import call, make_unet
+from common import EVERYTHING, attributes, relative_error, stopped
 from torch._dynamo.testing import CompileCounter
+from under_test import (
+    COMPILED_UNETS,
+    MAY_STAY,
+    MERGES,
+    ROUNDING,
+    SKIPS,
+    STEPS,
+    ComfyUI,
+    both_ways,
+    in_each,
+    numbers,
+    of,
+    param,
+)
 
-import tome_nodes
 from tome_nodes import reasons
-from tome_nodes.comfyui.attachment import attach
 from tome_nodes.merging import model_run
 from tome_nodes.merging.block import Block
+from tome_nodes.run import record
+from tome_nodes.skipping.features import Features
 from tome_nodes.strategies.cells import CellStrategy
 from tome_nodes.strategies.plan import Plan
 
@@ -35,11 +46,6 @@ NEEDED = {
     "stack": ("plan", "merge of blocks", "weights", "unmerge of blocks"),
 }
 
-CASES = [(scope, stage) for scope, stages in NEEDED.items() for stage in stages]
-
-ROUNDING = 5e-5
-
-by_scope = pytest.mark.parametrize("scope", NEEDED)
 ERRORS = [RuntimeError, comfy.model_management.InterruptProcessingException, KeyboardInterrupt]
 
 
@@ -63,139 +69,241 @@ def break_stage(monkeypatch):
     return broken
 
 
-@pytest.fixture
-def without_memory(break_stage, log_messages):
-    """Check that a run is the plain one if a stage has no memory, and the next as ever."""
-
-    def check(stage, run, plain):
-        expected = run()
-        before = len(log_messages())
-        calls = break_stage(stage, torch.OutOfMemoryError("no room"))
-        assert torch.equal(run(), plain)
-        assert len(calls) == 1
-        assert log_messages()[before:] == [
-            f"[ToMe] {reasons.NO_MEMORY}; the rest of this run goes on without merging",
-            f"[ToMe] nothing merged: {reasons.NO_MEMORY}",
-        ]
-        assert torch.equal(run(), expected)
-
-    return check
+def merging(scope):
+    return {**EVERYTHING, "ratio": 0.5, "scope": scope, "proportional_attn": True}
 
 
-def settings(scope):
-    return merging(**EVERYTHING, scope=scope)
+# All stages in one host, as they are the same in all, and some in the others.
+IN_HOSTS = [
+    *(("ComfyUI sd15", scope, stage) for scope, stages in NEEDED.items() for stage in stages),
+    *(("ComfyUI flux", "module", stage) for stage in ("plan", "merge", "weights")),
+    *((unet, "module", "merge") for unet in ("diffusers sd15", "ldm sd2")),
+    *((unet, "stack", "weights") for unet in ("diffusers sd15", "ldm sd2")),
+]
 
 
 @pytest.mark.parametrize(
-    ("scope", "stage", "kind"),
-    [(*case, kind) for case, kind in zip(CASES, cycle(ERRORS), strict=False)],
+    ("host", "scope", "stage", "kind"),
+    [param(*case, kind) for case, kind in zip(IN_HOSTS, cycle(ERRORS), strict=False)],
+    indirect=["host"],
 )
 def test_the_first_error_is_raised_and_the_next_run_is_as_ever(
-    sd15, break_stage, scope, stage, kind
+    host, break_stage, scope, stage, kind
 ):
-    patched = attach(sd15, settings(scope))
-    plain, expected = sample(sd15), sample(patched)
+    plain = host()
+    host.patch(**merging(scope))
+    expected, patched = host(), attributes(host.network)
     break_stage(stage, kind("no luck today"))
     with pytest.raises(kind, match="no luck today"):
-        sample(patched)
-    assert overridden(sd15) == []
-    assert torch.equal(sample(patched), expected)
-    assert torch.equal(sample(sd15), plain)
+        host()
+    assert attributes(host.network) == patched
+    assert torch.equal(host(), expected)
+    host.undo()
+    assert torch.equal(host(), plain)
 
 
-@pytest.mark.parametrize(("scope", "stage"), CASES)
-def test_without_memory_for_merging_a_run_goes_on_unmerged(sd15, without_memory, scope, stage):
-    patched = attach(sd15, settings(scope))
-    without_memory(stage, lambda: sample(patched), plain=sample(sd15))
-    assert overridden(sd15) == []
+@pytest.mark.parametrize(
+    ("host", "scope", "stage"), [param(*case) for case in IN_HOSTS], indirect=["host"]
+)
+def test_without_memory_for_merging_a_run_goes_on_unmerged(
+    host, break_stage, log_messages, scope, stage
+):
+    plain = host()
+    host.patch(**merging(scope))
+    expected, patched = host(), attributes(host.network)
+    before = len(log_messages())
+    calls = break_stage(stage, torch.OutOfMemoryError("no room"))
+    assert torch.equal(host(), plain)
+    assert len(calls) == 1
+    assert log_messages()[before:] == [
+        f"[ToMe] {reasons.NO_MEMORY}; the rest of this run goes on without merging",
+        f"[ToMe] nothing merged: {reasons.NO_MEMORY}",
+    ]
+    assert attributes(host.network) == patched
+    assert torch.equal(host(), expected)
 
 
-@by_scope
-def test_what_merged_before_memory_ran_out_is_kept(sd15, log_messages, break_stage, scope):
-    stage = "merge" if scope == "module" else "merge of blocks"
-    patched = attach(sd15, settings(scope))
-    plain, expected = sample(sd15, steps=4), sample(patched, steps=4)
+@in_each
+def test_what_merged_before_memory_ran_out_is_kept(host, log_messages, break_stage):
+    scope, stage = ("stack", "merge of blocks") if host.is_unet else ("module", "merge")
+    plain = host(4)
+    host.patch(**merging(scope))
+    expected = host(4)
     counted = break_stage(stage, None, call=0)
-    sample(patched, steps=4)
+    host(4)
     break_stage(stage, torch.OutOfMemoryError("no room"), call=len(counted) // 2 + 2)
-    actual = sample(patched, steps=4)
+    actual = host(4)
+    assert actual.isfinite().all()
     assert not torch.equal(actual, plain)
     assert not torch.equal(actual, expected)
-    assert actual.isfinite().all()
-    assert log_messages()[-1].startswith("[ToMe] merged ")
+    if isinstance(host, ComfyUI):
+        # The others say it of each size once.
+        assert log_messages()[-1].startswith("[ToMe] merged ")
 
 
-@by_scope
-def test_without_memory_of_its_own_the_model_fails_as_ever(sd15, scope):
-    patched = attach(sd15, settings(scope))
-    expected = sample(patched)
-    with stopped(sd15.model.diffusion_model.middle_block[1], torch.OutOfMemoryError):
-        sample(patched)
-    assert overridden(sd15) == []
-    assert torch.equal(sample(patched), expected)
+@in_each
+@pytest.mark.parametrize("scope", NEEDED)
+def test_without_memory_of_its_own_the_model_fails_as_ever(host, scope):
+    host()
+    host.patch(**merging(scope))
+    expected, patched = host(), attributes(host.network)
+    with stopped(host.deep[0], torch.OutOfMemoryError):
+        host()
+    assert attributes(host.network) == patched
+    assert torch.equal(host(), expected)
 
 
-@pytest.mark.parametrize("stage", ["plan", "merge", "weights"])
-def test_a_transformer_goes_on_unmerged(models, without_memory, stage):
-    tiny, model = TINY["flux"], models("flux")
-    patched = attach(model, merging(strategy="window"))
-    without_memory(
-        stage, lambda: sample_transformer(patched, tiny), plain=sample_transformer(model, tiny)
-    )
-    assert overridden(model) == []
+def in_another_thread(call):
+    """What a call returns there. The test fails if it waits for ever."""
+    results = []
+    thread = Thread(target=lambda: results.append(call()), daemon=True)
+    thread.start()
+    thread.join(timeout=60)
+    (result,) = results
+    return result
 
 
-@pytest.mark.parametrize(("scope", "stage"), [("module", "merge"), ("stack", "weights")])
-def test_a_unet_of_diffusers_goes_on_unmerged(without_memory, scope, stage):
-    unet = make_unet()
+@in_each
+@both_ways
+@pytest.mark.parametrize(
+    ("place", "error"), [*zip(("within", "at the end", "between steps"), ERRORS, strict=True)]
+)
+def test_a_run_that_is_stopped_leaves_nothing_and_blocks_no_other(host, options, place, error):
+    host(STEPS)
+    plain, before = host(STEPS), attributes(host.network)
+    host.patch(**options)
+    skipped, expected = host.skipped(STEPS)
+    patched, calls, known = attributes(host.network), [], numbers()
+    # The first that is shallow or, where none is, the third.
+    at = min(skipped, default=2)
 
-    def run():
-        return torch.stack([call(unet, timestep) for timestep in (900, 600)])
+    def between(step, latent):
+        if step == at:
+            raise error("on purpose")
 
-    plain = run()
-    tome_nodes.apply_patch(unet, scope=scope, proportional_attn=True, **EVERYTHING)
-    without_memory(stage, run, plain)
-    tome_nodes.remove_patch(unet)
-    assert not any("forward" in vars(module) for module in unet.modules())
+    def fail(*_):
+        calls.append(None)
+        if len(calls) == at + 1:
+            raise error("on purpose")
+
+    if place == "within":
+        with stopped(host.deep[0], error):
+            host(STEPS)
+    elif place == "at the end":
+        with host.network.register_forward_hook(fail), pytest.raises(error, match="on purpose"):
+            host(STEPS)
+    else:
+        with pytest.raises(error, match="on purpose"):
+            host(STEPS, after_step=between)
+    assert attributes(host.network) == patched
+    if place != "between steps" or isinstance(host, ComfyUI):
+        # The others do not tell that a run has ended between two calls.
+        assert numbers() < known + MAY_STAY
+    assert torch.equal(in_another_thread(lambda: host(STEPS)), expected)
+    assert torch.equal(host(STEPS), expected)
+    host.undo()
+    assert attributes(host.network) == before
+    assert torch.equal(host(STEPS), plain)
 
 
-@pytest.mark.parametrize("fullgraph", [True, False])
-def test_a_unet_whose_compiler_makes_no_more_graphs_merges_uncompiled_and_says_so_once(
-    fresh_compiler, log_messages, fullgraph
-):
-    unet, graphs = make_unet("one_block"), CompileCounter()
-    tome_nodes.apply_patch(unet)
-    sizes = (16, 16), (16, 20), (24, 24)
-    expected = [call(unet, grid=size) for size in sizes]
-    compiled_unet = torch.compile(unet, backend=graphs, fullgraph=fullgraph)
-    with torch._dynamo.config.patch(recompile_limit=1):
-        for timestep in 500, 400, 500:
-            for size, output in zip(sizes, expected, strict=True):
-                actual = call(compiled_unet, timestep, grid=size)
-                assert timestep != 500 or relative_error(actual, output) < ROUNDING
-    assert graphs.frame_count == 1
-    assert [line for line in log_messages() if "compile" in line] == [
-        f"[ToMe] {reasons.NO_MORE_GRAPHS}"
-    ]
+def goes_on_whole(host, log_messages):
+    """The steps of a run that are shallow, and what it says of the rest, once."""
+    before = len(log_messages())
+    shallow, latent = host.skipped(STEPS)
+    assert latent.isfinite().all()
+    end = "; the rest of this run goes on without shallow steps"
+    (said,) = [line for line in log_messages()[before:] if line.endswith(end)]
+    return shallow, said.removesuffix(end)
 
 
+def stopped_shallow_steps(host):
+    """The latent and the steps of a run with shallow steps."""
+    host.needs("shallow steps")
+    host.patch(**SKIPS)
+    return host.skipped(STEPS)
+
+
+@in_each
+def test_without_memory_for_features_a_run_goes_on_whole(host, monkeypatch, log_messages):
+    shallow, expected = stopped_shallow_steps(host)
+
+    def full(*_):
+        raise torch.OutOfMemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Features, "keep", full)
+        assert goes_on_whole(host, log_messages) == (set(), f"[ToMe] {reasons.NO_MEMORY}")
+    assert host.skipped(STEPS)[0] == shallow
+    assert torch.equal(host(STEPS), expected)
+
+
+@in_each
+def test_without_memory_in_a_shallow_step_a_run_goes_on_whole(host, log_messages):
+    shallow, expected = stopped_shallow_steps(host)
+    second, calls = sorted(shallow)[1], []
+
+    def full(*_):
+        calls.append(None)
+        if len(calls) == second + 1:
+            raise torch.OutOfMemoryError("no room")
+
+    with host.network.register_forward_hook(full):
+        left, said = goes_on_whole(host, log_messages)
+    assert (left, said) == ({min(shallow)}, f"[ToMe] {reasons.NO_MEMORY}")
+    assert torch.equal(host(STEPS), expected)
+
+
+@in_each
+def test_a_hook_on_a_part_that_is_left_out_makes_the_rest_whole(host, log_messages):
+    _, expected = stopped_shallow_steps(host)
+    with host.left_out.register_forward_hook(
+        lambda _, __, h: h + torch.ones(h.shape[1] or 64, 1, 1)
+    ):
+        shallow, said = goes_on_whole(host, log_messages)
+    assert shallow == set()
+    assert said.startswith("[ToMe] a shallow step failed (RuntimeError: ")
+    assert torch.equal(host(STEPS), expected)
+
+
+@in_each
+@both_ways
+def test_an_error_in_the_report_costs_no_picture(host, options, monkeypatch, log_messages, request):
+    if options is MERGES and not isinstance(host, ComfyUI):
+        why = "the report of a call that only merges is not guarded in MergingCalls"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=why))
+    host.patch(**options)
+    expected = host(STEPS)
+    host.undo()
+    host.patch(**options)
+
+    def broken(*args, **kwargs):
+        raise ValueError("no ink")
+
+    monkeypatch.setattr(record, "gain_of", broken)
+    assert torch.equal(host(STEPS), expected)
+    assert log_messages()[-1] == "[ToMe] the report of this run is missing: ValueError: no ink"
+
+
+@of(COMPILED_UNETS)
+@pytest.mark.parametrize("is_whole", [True, False])
 def test_a_model_whose_compiler_makes_no_more_graphs_merges_uncompiled_and_says_so_once(
-    shallow, fresh_compiler, monkeypatch, log_messages
+    host, is_whole, fresh_compiler, monkeypatch, log_messages
 ):
-    # The model is that of other tests.
+    # ComfyUI's models are those of other tests.
     monkeypatch.setattr(model_run, "_said", WeakSet())
-    graphs, patched = CompileCounter(), attach(shallow, merging())
-    sizes = (16, 16), (16, 20), (24, 24)
-    expected = [sample(patched, size) for size in sizes]
-    merged = compiled(patched, backend=graphs)
+    graphs, sizes = CompileCounter(), ((16, 16), (16, 20), (24, 24))
+    host.patch(**MERGES)
+    expected = [host(size=size) for size in sizes]
+    host.undo()
+    host.compile(graphs, is_whole)
+    host.patch(**MERGES)
     with torch._dynamo.config.patch(recompile_limit=1):
         for _ in range(2):
             for size, output in zip(sizes, expected, strict=True):
-                assert relative_error(sample(merged, size), output) < ROUNDING
+                assert relative_error(host(size=size), output) < ROUNDING
     assert graphs.frame_count == 1
-    assert [line for line in log_messages() if "compile" in line] == [
-        f"[ToMe] {reasons.NO_MORE_GRAPHS}"
-    ]
+    said = [line for line in log_messages() if "compile" in line]
+    assert said == [f"[ToMe] {reasons.NO_MORE_GRAPHS}"]
 
 
 def fails_on_merging(graph, inputs):
@@ -206,43 +314,22 @@ def fails_on_merging(graph, inputs):
     return graph.forward
 
 
-def where_a_compiler_fails(run, remove, log_messages):
-    """Check that merging ends where the compiler fails on it, and that a run says so once."""
-    merged, attempts = run(), log_messages()
-    assert len(attempts) == 2
+@of(COMPILED_UNETS)
+def test_where_the_compiler_fails_on_merging_a_run_goes_on_unmerged(
+    host, fresh_compiler, log_messages
+):
+    host.compile(fails_on_merging)
+    host.patch(**MERGES)
+    patched = attributes(host.network)
+    actual = host()
     why = (
         "torch.compile failed on merging (NotImplementedError: there is no bag); do not compile "
         "this model, or leave ToMe out"
     )
-    assert attempts[0] == f"[ToMe] {why}; the rest of this run goes on without merging"
-    assert attempts[1] == f"[ToMe] nothing merged: {why}"
-    remove()
-    assert torch.equal(merged, run())
-
-
-def test_where_the_compiler_fails_on_merging_a_run_goes_on_unmerged(
-    shallow, fresh_compiler, log_messages
-):
-    model = compiled(shallow.clone(), backend=fails_on_merging)
-    patched = [attach(model, merging())]
-    tiny = UNETS["sd15"]
-    where_a_compiler_fails(
-        lambda: sample_transformer(patched[0], tiny, steps=2),
-        lambda: patched.insert(0, model),
-        log_messages,
-    )
-    assert overridden(model) == []
-
-
-def test_where_the_compiler_fails_a_unet_of_diffusers_goes_on_unmerged(
-    fresh_compiler, log_messages
-):
-    unet = make_unet("one_block")
-    compiled_unet = torch.compile(unet, backend=fails_on_merging, fullgraph=True)
-    tome_nodes.apply_patch(unet, scope="stack")
-    where_a_compiler_fails(
-        lambda: torch.stack([call(compiled_unet, timestep) for timestep in (900, 600)]),
-        lambda: tome_nodes.remove_patch(unet),
-        log_messages,
-    )
-    assert not any("forward" in vars(module) for module in unet.modules())
+    assert log_messages() == [
+        f"[ToMe] {why}; the rest of this run goes on without merging",
+        f"[ToMe] nothing merged: {why}",
+    ]
+    assert attributes(host.network) == patched
+    host.undo()
+    assert torch.equal(actual, host())

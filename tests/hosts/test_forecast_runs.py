@@ -16,10 +16,9 @@ from compatibility.neighbours import BY_NAME
 from host import fast, preset
 from models.comfyui import AURA_FLOW, TINY, build_class, conditioning, sample
 
-from benchmarks.fidelity import rivals
 from tome_nodes import reasons
 from tome_nodes.comfyui import comfy_compiler, forecast_part
-from tome_nodes.comfyui.attachment import attach, is_attached, last_run
+from tome_nodes.comfyui.attachment import attach, last_run
 from tome_nodes.comfyui.guided_answers import place_in
 from tome_nodes.report import drawing
 from tome_nodes.report.pages import hint_for, in_words, report_of
@@ -60,48 +59,6 @@ def seen_by_sampler(model):
 
 def levels_of(evaluations):
     return {level for level, _, _ in evaluations}
-
-
-@pytest.mark.parametrize("kind", ["flux", "wan21", "qwen_image", "ltxav", "z_image"])
-def test_the_model_is_left_out_where_a_straight_line_takes_its_place(
-    models, log_messages, monkeypatch, kind
-):
-    model = models(kind)
-    patched, answers = seen(attach(model, fast()))
-    monkeypatch.setattr(forecasts, "_correction", lambda *_: None)
-    forecast = sampled(patched, 6, kind)
-    # The rival puts the line in place of the guided answer, which is the same as of both parts.
-    expected = sampled(rivals.forecast()(model), 6, kind)
-    assert relative_error(forecast, expected) < 1e-4
-    assert len(levels_of(answers)) == 4
-    assert log_messages()[-1] == "[ToMe] forecast 2/6 steps (3, 5)"
-    assert relative_error(forecast, sampled(model, 6, kind)) > 1e-4
-
-
-@pytest.mark.parametrize("kind", ["flux", "wan21", "ltxav"])
-def test_the_step_after_a_forecast_makes_up_for_its_error(models, monkeypatch, kind):
-    """In the arithmetic of the sampler, with the line between the answers around the forecast."""
-    monkeypatch.setattr(forecasts, "_RESPONSE", 0.0)
-    outside, given = seen_by_sampler(models(kind))
-    patched, answers = seen(attach(outside, fast()))
-    sampled(patched, 6, kind, cfg=1.0)
-    assert len(given) == 6 and len(answers) == 4
-    answered = {level: denoised for level, _, denoised in answers}
-    levels, latents, _ = zip(*given, strict=True)
-    for step in (2, 4):
-        before, now, after = (answered.get(level) for level in levels[step - 1 : step + 2])
-        assert now is None
-        logs = [log_snr(level, is_flow=True) for level in levels[step - 1 : step + 2]]
-        between = torch.lerp(before, after, (logs[1] - logs[0]) / (logs[2] - logs[0]))
-        if step == 4:
-            # There is no step after the next.
-            assert torch.equal(given[5][2], after)
-            continue
-        share, next_share = (levels[at + 1] / levels[at] for at in (step, step + 1))
-        expected = torch.lerp(after, torch.lerp(between, latents[step], share), next_share)
-        assert relative_error(latents[step + 2], expected) < 1e-5
-        uncorrected = torch.lerp(after, latents[step + 1], next_share)
-        assert relative_error(latents[step + 2], uncorrected) > 1e-4
 
 
 def on_a_line(sound_turns, seen_levels):
@@ -154,8 +111,6 @@ def test_samplers_that_make_more_of_answers_get_them_as_they_are(flux, sampler, 
 @pytest.mark.parametrize(
     ("steps", "sampler", "why"),
     [
-        (3, "euler", reasons.too_short(3, 4)),
-        (1, "euler", reasons.too_short(1, 4)),
         (3, "deis", reasons.too_short(3, 4)),
         (4, "deis", reasons.sampler("deis")),
         (6, "dpmpp_2m", reasons.sampler_needs("dpmpp_2m", 8)),
@@ -270,28 +225,6 @@ def test_beside_some_nodes_nothing_is_forecast(flux, log_messages, name, why, is
     assert torch.equal(result, sampled(patch(flux))) == (why is not None)
     expected = "forecast 3/8 steps (3, 5, 7)" if why is None else f"nothing was forecast: {why}"
     assert log_messages() == [f"[ToMe] {expected}"]
-
-
-def test_a_step_whose_latent_something_else_changed_runs(flux):
-    """So do the next, as at the start. A callback of the host may change the latent in place."""
-
-    def ran(model, changed=None):
-        model, answers = seen(model)
-
-        def callback(step, denoised, latent, total):
-            if step == changed:
-                latent.copy_(latent.flip(-1))
-
-        result = guided(model, steps=12, callback=callback)
-        return [level for level, _, _ in answers], result
-
-    levels = [level for level in ran(flux)[0]]
-    usual, _ = ran(attach(flux, fast()))
-    assert [levels.index(level) for level in usual] == [0, 1, 2, 4, 6, 9, 11]
-    # The latent of step 7 is another; a forecast of it would be of the picture as it was.
-    after, result = ran(attach(flux, fast()), changed=6)
-    assert [levels.index(level) for level in after] == [0, 1, 2, 4, 6, 7, 8, 9, 11]
-    assert relative_error(result, ran(flux, changed=6)[1]) < 0.2
 
 
 @pytest.mark.parametrize("kind", ["flux", "wan21"])
@@ -561,16 +494,6 @@ def test_other_samplers_leave_out_as_many_steps(flux, sampler):
     assert 0 < relative_error(forecast, plain) < 1
 
 
-def test_only_active_steps_are_left_out(flux):
-    patched, answers = seen(attach(flux, fast(start_percent=0.6)))
-    sampled(patched, cfg=1.0)
-    plain, all_answers = seen(flux)
-    sampled(plain, cfg=1.0)
-    assert 6 <= len(answers) < 8
-    left_out = levels_of(all_answers) - levels_of(answers)
-    assert left_out and max(left_out) < all_answers[3][0]
-
-
 def test_a_run_of_a_picture_is_forecast_and_a_second_run_begins_anew(flux):
     patched, answers = seen(attach(flux, fast()))
     options = {"cfg": 1.0, "picture": 0.5, "start_step": 2}
@@ -604,10 +527,3 @@ def test_the_line_on_the_node_says_which_steps_were_forecast(flux):
     forecast_steps = [step for step in range(8) if lines[step].startswith("forecast, step")]
     assert len(lines) == 8
     assert forecast_steps == [2, 4, 6]
-
-
-@pytest.mark.parametrize("others", [{}, {"ratio_end": 0.4}], ids=str)
-def test_a_ratio_of_0_is_the_plain_model_whatever_its_end(flux, others):
-    patched = attach(flux, fast(ratio=0.0, **others))
-    assert not is_attached(patched)
-    assert torch.equal(sampled(patched), sampled(flux))

@@ -51,46 +51,47 @@ def test_what_came_out_whether_it_helped_and_what_to_change_come_first(run, sd15
     assert [*told(run=idle)][:2] == ["Nothing merged", "Model"]
 
 
+def shows(page, expected):
+    """Whether a page has a picture below its words."""
+    height, width = expected.shape[:2]
+    return np.array_equal(page.picture[-20 - height : -20, 20 : 20 + width], expected)
+
+
 def test_maps_are_of_the_level_and_step_asked_for(run):
     grids = run.recording.levels
     assert [(level, grid.height) for level, grid in grids.items()] == [(1, 16), (2, 8)]
     for level, step, at, of in ((-1, -1, 1, 1), (1, 1, 0, 1), (2, 2, 1, 2)):
         expected = drawing.merge_map(run.recording.slots[at, grids[of]])
-        height, width = expected.shape[:2]
-        drawn = report_of(run, level=level, step=step).picture
-        assert np.array_equal(drawn[-20 - height : -20, 20 : 20 + width], expected)
+        assert shows(report_of(run, level=level, step=step), expected)
 
 
-def test_the_chart_has_the_tokens_and_the_time_of_each_block(run, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(drawing, "bars", lambda *args: drawn.append(args))
+@pytest.mark.parametrize("has_times", [True, False])
+def test_the_chart_has_the_tokens_and_the_time_of_each_block(run, has_times):
+    tokens = drawing.Column("tokens", [128, 64], ["256 to 128", "64"])
+    times = drawing.Column("mean, ms", [20.4, 500], ["20.4", "500"])
+    columns = [tokens, times] if has_times else [tokens]
     blocks = {
-        "a.transformer_blocks.0": BlockRecord(256, 128, 0.0204),
+        "a.transformer_blocks.0": BlockRecord(256, 128, 0.0204 if has_times else None),
         "b": BlockRecord(64, 64, 0.5),
     }
-    for times in True, False:
-        if not times:
-            blocks = {name: replace(block, seconds=None) for name, block in blocks.items()}
-        report_of(replace(run, recording=replace(run.recording, blocks=blocks)), "chart")
-    for names, columns, is_lit in drawn:
-        assert names == ["a.0", "b"]
-        assert is_lit == [True, False]
-        assert columns[0] == drawing.Column("tokens", [128, 64], ["256 to 128", "64"])
-    (_, times), (_,) = drawn[0][1], drawn[1][1]
-    assert times == drawing.Column("mean, ms", [pytest.approx(20.4), 500], ["20.4", "500"])
+    recorded = replace(run, recording=replace(run.recording, blocks=blocks))
+    expected = drawing.bars(["a.0", "b"], columns, [True, False])
+    assert shows(report_of(recorded, "chart"), expected)
 
 
-def test_a_page_says_which_maps_there_are(run, monkeypatch):
-    pages = []
-    monkeypatch.setattr(drawing, "page", lambda *texts: pages.append(texts))
-    report_of(run, level=4)
-    report_of(run, step=3)
-    report_of(run, step=0)
-    assert pages == [
-        ("There is no merge map of level 4", ["Hint: set level to 1 or 2, or to -1."]),
-        ("There is no merge map of step 3", ["Hint: set step to 1 or 2, or to -1."]),
-        ("There is no merge map of step 0", ["Hint: set step to 1 or 2, or to -1."]),
-    ]
+@pytest.mark.parametrize(
+    ("asked", "hint"),
+    [
+        ({"level": 4}, "set level to 1 or 2, or to -1."),
+        ({"step": 3}, "set step to 1 or 2, or to -1."),
+        ({"step": 0}, "set step to 1 or 2, or to -1."),
+    ],
+    ids=str,
+)
+def test_a_page_says_which_maps_there_are(run, asked, hint):
+    ((name, value),) = asked.items()
+    expected = drawing.page(f"There is no merge map of {name} {value}", [f"Hint: {hint}"])
+    assert np.array_equal(report_of(run, **asked).picture, expected)
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,11 @@
 import copy
 import re
 
-import comfy.model_management
 import pytest
 import torch
-from common import Shuffle, input_lengths, planned, relative_error, stopped
+from common import Shuffle, input_lengths, planned, relative_error
 from host import fast, overridden, policy_of
-from models.comfyui import KINDS, TINY, UNETS, sample
+from models.comfyui import KINDS, UNETS, sample
 
 from tome_nodes.comfyui.attachment import attach, last_run
 from tome_nodes.report.pages import in_words
@@ -95,33 +94,6 @@ def test_an_error_in_what_is_shown_of_a_skipped_step_loses_no_picture(models, lo
     ]
     assert torch.equal(*runs)
     assert any("no room on the screen" in message for message in log_messages())
-
-
-def test_an_error_in_the_record_of_a_forecast_loses_no_picture(models, log_messages, monkeypatch):
-    flux, expected = models("flux"), None
-    expected = sample(attach(flux, fast()), TINY["flux"], steps=8)
-    from tome_nodes.run import record
-
-    def broken(*args, **kwargs):
-        raise ValueError("no ink")
-
-    monkeypatch.setattr(record, "gain_of", broken)
-    assert torch.equal(sample(attach(flux, fast()), TINY["flux"], steps=8), expected)
-    assert log_messages()[-1] == "[ToMe] the report of this run is missing: ValueError: no ink"
-
-
-ERRORS = [RuntimeError, comfy.model_management.InterruptProcessingException, KeyboardInterrupt]
-
-
-def test_an_error_in_the_middle_leaves_nothing(sd15):
-    patched = attach(sd15, fast())
-    plain, expected = from_noise(sd15), from_noise(patched)
-    for error in ERRORS:
-        with stopped(sd15.model.diffusion_model.middle_block[1], error):
-            from_noise(patched)
-        assert overridden(sd15) == []
-        assert torch.equal(from_noise(patched), expected), error
-    assert torch.equal(from_noise(sd15), plain)
 
 
 @pytest.mark.parametrize("sampler", ["heun", "dpm_2", "dpmpp_sde", "dpmpp_2m"])

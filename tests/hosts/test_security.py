@@ -59,9 +59,8 @@ ATTRIBUTES = {
 }
 """Ways of the libraries, as ``torch.load`` is one, and of objects to the same."""
 
-HARMLESS = {"tl.load", "function.__globals__"}
-"""Kernels load from the memory of the GPU. A function of diffusers gets a copy of its own globals,
-in which attention is ours."""
+HARMLESS = {"tl.load"}
+"""Kernels load from the memory of the GPU."""
 
 PATTERNS = {
     "text run as code": r"\beval\b|\bFunction\s*\(|\bset(?:Timeout|Interval)\s*\(\s*[\"'`]",

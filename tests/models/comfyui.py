@@ -230,7 +230,13 @@ UNETS: dict[str, Tiny] = {
 }
 """UNets with all kinds of levels that the published ones have, by a name for tests."""
 
-KINDS = UNETS | TINY
+_ONE_LEVEL: dict[str, Any] = {
+    **{"channel_mult": (1,), "num_res_blocks": [1], "transformer_depth": [2]},
+    **{"transformer_depth_middle": -1, "transformer_depth_output": [1, 0]},
+}
+
+KINDS = UNETS | TINY | {"one_level": UNETS["sd15"].of(UNETS["sd15"].settings, **_ONE_LEVEL)}
+"""The last compiles quickly. It has a stack of two blocks and one of one."""
 
 
 def build(tiny: Tiny) -> ModelPatcher:

@@ -1,6 +1,7 @@
 """Tiny UNets, transformers and pipelines of diffusers with random weights."""
 
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -140,9 +141,9 @@ class Case:
         result = self.pipeline(**{**arguments, **self.arguments, **options})[0]
         return torch.stack(result) if isinstance(result, list) else torch.as_tensor(result)
 
-    def compile(self, way: str, backend: Any) -> None:
-        """Compile the network into whole graphs, in one of :data:`COMPILED`."""
-        options = {"backend": backend, "fullgraph": True}
+    def compile(self, way: str, backend: Any, is_whole: bool = True) -> None:
+        """Compile the network, into whole graphs or not, in one of :data:`COMPILED`."""
+        options = {"backend": backend, "fullgraph": is_whole}
         if way in ("before", "after"):
             setattr(self.pipeline, self.part, torch.compile(self.network, **options))
         else:
@@ -260,12 +261,17 @@ class Around(torch.nn.Module):
         return getattr(self._modules["inner"], name) if own is None else own
 
 
+_OF_TIME = re.compile(r"time(step)?_embed|\bt_embedder|time_proj")
+
+
 def lively(model: Any) -> Any:
     """A model with other weights, the same each time, that changes its input substantially."""
     with torch.no_grad():
-        for index, weight in enumerate(model.parameters()):
+        for index, (name, weight) in enumerate(model.named_parameters()):
             # Some are zeros at first, so that blocks would change nothing.
             spread = 1.0 if weight.ndim < 2 else weight[0].numel() ** -0.5
+            # With gentle weights for the time, answers lead on from step to step.
+            spread *= 0.1 if _OF_TIME.search(name) else 1.0
             weight.copy_(spread * noise(*weight.shape, seed=index))
             if weight.ndim < 2:
                 weight.mul_(0.1).add_(1.0)

@@ -9,12 +9,8 @@ from hypothesis import strategies as st
 from test_strategies import features_of, groups, plan_of
 
 from tome_nodes.settings.config import ToMeConfig
-from tome_nodes.strategies import cluster as clusters_of
-from tome_nodes.strategies.cluster import UNIT, cluster, k_means, lloyd_step, similarity_to_mean
+from tome_nodes.strategies.cluster import UNIT, cluster, similarity_to_mean
 from tome_nodes.strategies.plan import Grid
-
-few_values = st.sampled_from([-(2**30), -1, 0, 1, 2, 2**30])
-any_values = st.integers(-(2**30), 2**30)
 
 
 def map_of(side, seed):
@@ -28,16 +24,36 @@ def sorted_values(features):
     return (similarity_to_mean(features) / UNIT).round().long().sort(dim=1).values
 
 
+def edges_of(plan):
+    """Where the clusters of each sample begin among its tokens in order, and their number."""
+    sizes = [np.bincount(slots) for slots in plan.slots().numpy()]
+    return [np.append(0, np.cumsum(each)) for each in sizes]
+
+
 def squares(values, edges):
-    parts = np.split(values, edges[1:-1])
-    return sum(((part - part.mean()) ** 2).sum() for part in parts)
+    """The sum of squared distances to the means of clusters."""
+    sums, squared = (np.append(0, np.cumsum(values**power))[edges] for power in (1, 2))
+    return (np.diff(squared) - np.diff(sums) ** 2 / np.diff(edges)).sum()
 
 
 def brute_force_step(values, edges):
-    """Assign each value to the nearest mean, of two the lower; in float64, value by value."""
-    means = np.array([part.mean() for part in np.split(values, edges[1:-1])])
-    nearest = np.abs(values[:, None] - means).argmin(1)
-    return np.searchsorted(nearest, np.arange(len(edges)))
+    """Where clusters begin if each value moves to the nearest mean, of two the lower; in float64.
+
+    Clusters that would be empty are left out.
+    """
+    means = np.diff(np.append(0, np.cumsum(values))[edges]) / np.diff(edges)
+    begins = np.searchsorted(values, (means[1:] + means[:-1]) / 2, side="right")
+    return np.unique([0, *begins, len(values)])
+
+
+def lloyd(values, clusters):
+    """Lloyd's algorithm from quantiles, until no value moves or a cluster would be empty."""
+    edges = np.arange(clusters + 1) * len(values) // clusters
+    while len(moved := brute_force_step(values, edges)) == len(edges):
+        if np.array_equal(moved, edges):
+            break
+        edges = moved
+    return edges
 
 
 def least_squares(values, clusters):
@@ -58,16 +74,15 @@ def least_squares(values, clusters):
 
 @given(st.data(), st.integers(1, 3), st.integers(1, 40))
 def test_no_cluster_is_ever_empty(data, samples, tokens):
-    row = st.one_of(st.tuples(*[values] * tokens) for values in (few_values, any_values))
-    rows = data.draw(st.tuples(*[row] * samples))
+    number = st.one_of(st.sampled_from([-1.0, 0.0, 1.0]), st.floats(-1, 1, width=32))
+    rows = data.draw(st.lists(st.tuples(number, number), min_size=tokens, max_size=tokens))
+    features = torch.tensor(rows).repeat(samples, 1, 1)
+    features[1:] = features[1:].roll(1, 2)
     clusters = data.draw(st.integers(1, tokens))
-    values = torch.tensor(rows).sort(dim=1).values
-    edges = k_means(values, clusters)
-    assert edges.shape == (len(rows), clusters + 1)
-    assert (edges[:, 0] == 0).all() and (edges[:, -1] == values.shape[1]).all()
-    assert (edges.diff(dim=1) > 0).all()
-    for row, own in zip(values, edges, strict=True):
-        assert torch.equal(k_means(row[None], clusters)[0], own)
+    slots = cluster(features, clusters).slots()
+    for row, own in zip(features, slots, strict=True):
+        assert own.unique().tolist() == [*range(clusters)]
+        assert torch.equal(cluster(row[None], clusters).slots()[0], own)
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, float("inf"), float("nan")])
@@ -81,37 +96,27 @@ def test_maps_without_differences_or_numbers_have_a_plan(value, dtype):
     assert torch.isfinite(plan.log_sizes).all()
 
 
-def test_a_step_on_a_large_map_is_that_of_lloyd_in_float64():
+def test_hardly_a_token_of_a_large_map_is_nearer_to_another_cluster_in_float64():
     """A float32 sum over 65,536 tokens is coarser than the distances between them."""
-    generator = torch.Generator().manual_seed(0)
-    similarity = torch.rand(1, 65536, generator=generator).sort(dim=1).values
-    values = (similarity / UNIT).round().long()
-    edges = torch.arange(0, 65537, 4)[None]
-    sums = F.pad(values.cumsum(1), (1, 0))
-    step = lloyd_step(values, clusters_of.means_of(sums, edges))
-    means = values.double().view(-1, 4).mean(1).numpy()
-    expected = np.searchsorted(values[0].numpy(), (means[1:] + means[:-1]) / 2, side="right")
-    assert step[0, 1:-1].tolist() == expected.tolist()
+    features = map_of(256, 0)[:1]
+    (values,) = sorted_values(features).double().numpy() * UNIT
+    (own,) = edges_of(cluster(features, 16384))
+    assert squares(values, own) < 1.01 * squares(values, brute_force_step(values, own))
 
 
 @pytest.mark.parametrize(
     ("side", "ratio"), [(8, 0.5), (12, 0.5), (16, 0.5), (12, 0.25), (12, 0.75)]
 )
 def test_the_sum_of_squares_is_near_the_least_and_below_that_of_lloyd_alone(side, ratio):
-    """Of small maps, on average; Lloyd's algorithm goes on in float64 until no value moves."""
+    """Of small maps, on average."""
     clusters = side**2 - int(side**2 * ratio)
     to_best, to_lloyd = [], []
     for seed in range(8):
-        values = sorted_values(map_of(side, seed))
-        ours, starts = k_means(values, clusters), clusters_of.first_edges(values, clusters)
-        exact = values.double().numpy() * UNIT
-        for row, own, edges in zip(exact, ours.numpy(), starts.numpy(), strict=True):
-            while (np.diff(moved := brute_force_step(row, edges)) > 0).all():
-                if np.array_equal(moved, edges):
-                    break
-                edges = moved
+        features = map_of(side, seed)
+        exact = sorted_values(features).double().numpy() * UNIT
+        for row, own in zip(exact, edges_of(cluster(features, clusters)), strict=True):
             to_best.append(squares(row, own) / least_squares(row, clusters))
-            to_lloyd.append(squares(row, own) / squares(row, edges))
+            to_lloyd.append(squares(row, own) / squares(row, lloyd(row, clusters)))
     assert min(to_best) > 1 - 1e-6
     assert np.mean(to_best) <= 1.05
     assert max(to_lloyd) < 1
