@@ -1,7 +1,8 @@
 """What is logged once."""
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 
 from ..run.record import RunRecord
 
@@ -29,13 +30,16 @@ class LogOnce:
             log.warning("[ToMe] %s", line)
 
     def report(self, finish: Callable[[], RunRecord]) -> None:
-        """Log the record of a run, unless its line is known. An error is logged, too, and costs no
-        picture."""
-        try:
+        """Log the record of a run, unless its line is known. An error costs no picture."""
+        with self.guarded():
             record = finish()
             if self.is_new(record.line):
                 record.log()
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Log an error in what is told of a run, once, and go on."""
+        try:
+            yield
         except Exception as error:
-            log.warning(
-                "[ToMe] the report of this run is missing: %s: %s", type(error).__name__, error
-            )
+            self.warn(f"the report of this run is missing: {type(error).__name__}: {error}")

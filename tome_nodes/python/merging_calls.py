@@ -287,7 +287,8 @@ class MergingCalls(PatchedCalls):
             run.counts.note(evaluation)
         is_unknown = run is None or not run.is_known
         if is_unknown and evaluation.is_active and not evaluation.is_shallow:
-            self._report(evaluation)
+            with self._once.guarded():
+                self._report(evaluation)
         if run is not None and run.is_last:
             self._report_run(run)
             if run.is_over:
