@@ -5,7 +5,7 @@ import pickle
 import diffusers
 import torch
 from common import relative_error
-from models.pipelines import TEXT, TRANSFORMERS, inputs, make_unet, sd15
+from models.pipelines import TEXT, TRANSFORMERS, inputs, lively, make_unet, sd15
 from torch import distributed
 
 import tome_nodes
@@ -29,6 +29,7 @@ def case_of(kind, seed=0):
         )
     else:
         case = TRANSFORMERS[kind]()
+        lively(case.network, of_time=1.0)
     random = torch.Generator().manual_seed(70 + seed)
     for name, value in case.arguments.items():
         if isinstance(value, torch.Tensor) and value.is_floating_point():

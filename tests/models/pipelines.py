@@ -264,14 +264,16 @@ class Around(torch.nn.Module):
 _OF_TIME = re.compile(r"time(step)?_embed|\bt_embedder|time_proj")
 
 
-def lively(model: Any) -> Any:
-    """A model with other weights, the same each time, that changes its input substantially."""
+def lively(model: Any, of_time: float = 0.1) -> Any:
+    """A model with other weights, the same each time, that changes its input substantially.
+
+    With gentle weights ``of_time``, its answers lead on from step to step.
+    """
     with torch.no_grad():
         for index, (name, weight) in enumerate(model.named_parameters()):
             # Some are zeros at first, so that blocks would change nothing.
             spread = 1.0 if weight.ndim < 2 else weight[0].numel() ** -0.5
-            # With gentle weights for the time, answers lead on from step to step.
-            spread *= 0.1 if _OF_TIME.search(name) else 1.0
+            spread *= of_time if _OF_TIME.search(name) else 1.0
             weight.copy_(spread * noise(*weight.shape, seed=index))
             if weight.ndim < 2:
                 weight.mul_(0.1).add_(1.0)
