@@ -28,6 +28,7 @@ from under_test import (
     numbers,
     of,
     param,
+    steps_for,
 )
 
 from tome_nodes import reasons
@@ -36,10 +37,10 @@ from tome_nodes.skipping import forecasts
 from tome_nodes.skipping.steps import log_snr
 
 
-def started(host):
+def started(host, options):
     """The latent of a run: the host may keep something of its own of the first."""
-    host(STEPS)
-    return host(STEPS)
+    host(steps_for(options))
+    return host(steps_for(options))
 
 
 def check_undone(host, options, steps):
@@ -147,17 +148,18 @@ def test_what_other_code_changes_between_runs_is_merged_as_it_is(host, part):
 def test_patching_again_replaces_the_settings_and_a_ratio_of_0_removes_them(
     host, options, log_messages
 ):
-    plain, before = started(host), attributes(host.network)
+    steps = steps_for(options)
+    plain, before = started(host, options), attributes(host.network)
     host.patch(**options)
-    once = host(STEPS)
+    once = host(steps)
     host.patch(**options | {"ratio": 0.9})
-    assert not torch.equal(host(STEPS), once)
+    assert not torch.equal(host(steps), once)
     host.patch(**options)
-    assert torch.equal(host(STEPS), once)
+    assert torch.equal(host(steps), once)
     lines = log_messages()
     host.patch(**options | {"ratio": 0.0})
     assert attributes(host.network) == before
-    assert torch.equal(host(STEPS), plain)
+    assert torch.equal(host(steps), plain)
     assert log_messages() == lines
 
 
@@ -182,7 +184,7 @@ def test_half_precision_does_as_much_to_a_like_result(host, options, dtype, log_
     results = []
     for each in host, host.half(dtype):
         each.patch(**options)
-        results.append(each(STEPS))
+        results.append(each(steps_for(options)))
     assert results[1].isfinite().all()
     assert 0 < relative_error(results[1].float(), results[0]) < 0.5
     line, of_half = log_messages()
@@ -217,7 +219,7 @@ def test_torch_compile_makes_whole_graphs_once(host, options, way, fresh_compile
     """They serve each time that a model is patched, in all steps."""
 
     def run():
-        return host(STEPS, size=(16, 16))
+        return host(steps_for(options), size=(16, 16))
 
     graphs, plain = CompileCounter(), run()
     host.patch(**options)
@@ -248,15 +250,16 @@ OF_PYTORCH = [param("diffusers sd15"), param("diffusers flux"), *LDM]
 @both_ways
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
 def test_a_copy_does_the_same_in_its_own_weights(host, options, copied):
+    steps = steps_for(options)
     host.patch(**options)
-    expected = host(STEPS)
+    expected = host(steps)
     other = copied(host)
-    assert torch.equal(other(STEPS), expected)
+    assert torch.equal(other(steps), expected)
     for parameter in host.network.parameters():
         parameter.data.zero_()
-    assert torch.equal(other(STEPS), expected)
+    assert torch.equal(other(steps), expected)
     other.undo()
-    assert not torch.equal(other(STEPS), expected)
+    assert not torch.equal(other(steps), expected)
 
 
 @of(OF_PYTORCH[:2])
@@ -264,9 +267,10 @@ def test_a_copy_does_the_same_in_its_own_weights(host, options, copied):
 @pytest.mark.parametrize("way", OFFLOADS)
 def test_offloading(host, way, is_first):
     options = MERGES if host.is_unet else SKIPS
-    plain = host(STEPS)
+    steps = steps_for(options)
+    plain = host(steps)
     host.patch(**options)
-    expected = host(STEPS)
+    expected = host(steps)
     if is_first:
         host.undo()
     for part in host.network, getattr(host.model, "vae", None):
@@ -276,18 +280,18 @@ def test_offloading(host, way, is_first):
         host.patch(**options)
     if way == "sequential":
         assert {parameter.device.type for parameter in host.network.parameters()} == {"meta"}
-    assert relative_error(host(STEPS), expected) < ROUNDING
+    assert relative_error(host(steps), expected) < ROUNDING
     host.undo()
-    assert relative_error(host(STEPS), plain) < ROUNDING < relative_error(expected, plain)
+    assert relative_error(host(steps), plain) < ROUNDING < relative_error(expected, plain)
 
 
 @in_each
 @both_ways
 def test_nothing_is_kept_of_a_run(host, options):
-    started(host)
+    started(host, options)
     before = numbers()
     host.patch(**options)
-    host(STEPS)
+    host(steps_for(options))
     assert numbers() < before + MAY_STAY
 
 
@@ -316,9 +320,9 @@ def test_steps_are_skipped_between_the_percents(host):
 @in_each
 @both_ways
 def test_percents_that_cover_no_step_leave_the_plain_run(host, options, log_messages):
-    plain = started(host)
+    plain = started(host, options)
     host.patch(**options, start_percent=1.0)
-    assert torch.equal(host(STEPS), plain)
+    assert torch.equal(host(steps_for(options)), plain)
     # What only merges is reported by call in other hosts.
     if options is SKIPS or isinstance(host, ComfyUI):
         why = "start_percent=1.0 to end_percent=1.0 covers no step of this run"

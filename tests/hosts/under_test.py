@@ -26,6 +26,12 @@ SKIPS = {"ratio": 0.6, "preset": "fast"}
 STEPS = 8
 """A few of which are skipped."""
 
+
+def steps_for(options):
+    """As many as show what options do; in three, samplers of ldm look beyond their noise levels."""
+    return STEPS if options is SKIPS else 4
+
+
 ROUNDING = 5e-5
 """For float32 in these models, whose weights amplify it."""
 
