@@ -1,6 +1,7 @@
 """Forecasts of the answers of real transformers, in real pipelines of diffusers."""
 
 from collections import Counter
+from dataclasses import replace
 from itertools import accumulate
 from types import SimpleNamespace
 
@@ -23,7 +24,8 @@ from models.pipelines import (
 import tome_nodes
 from tome_nodes import reasons
 from tome_nodes.forecasting import forecasts
-from tome_nodes.forecasting.steps import log_snr, steps_that_run
+from tome_nodes.forecasting.course import CURVED, STRAIGHT, course_of
+from tome_nodes.forecasting.steps import ForecastStep, log_snr, steps_that_run
 from tome_nodes.python import pipeline_runs
 from tome_nodes.python.diffusers_transformers import DiffusersTransformers
 from tome_nodes.python.flow_call import FlowCall, flow_call
@@ -185,8 +187,12 @@ def sampled(case, monkeypatch, **options):
     return scheduler.sigmas.tolist(), latents, used, answers
 
 
+def step_at(levels, index):
+    return ForecastStep(index, len(levels) - 1, log_snr(levels[index], is_flow=True))
+
+
 @pytest.mark.parametrize("name", FLOWS)
-def test_steps_are_left_out_whose_answers_a_straight_line_gives(name, monkeypatch):
+def test_steps_are_left_out_whose_answers_those_before_lead_to(name, monkeypatch):
     """In the scheduler's own arithmetic: the denoised latent is the noisy one without its noise."""
     case = TRANSFORMERS[name]()
     # Guidance of these scales the answer to its length without guidance.
@@ -194,20 +200,21 @@ def test_steps_are_left_out_whose_answers_a_straight_line_gives(name, monkeypatc
     levels, latents, used, answers = sampled(case, monkeypatch, **scaling.get(name, {}))
     assert 3 not in answers
     one, other, forecast = (latents[at] - levels[at] * used[at] for at in (1, 2, 3))
-    before, after, now = (log_snr(levels[at], is_flow=True) for at in (1, 2, 3))
-    share = 0.7 * (now - after) / (after - before)
-    assert relative_error(forecast, other + share * (other - one)) < 1e-4
+    course = course_of(step_at(levels, 3), one, is_settled=False)
+    shares = course.shares(*(step_at(levels, at) for at in (1, 2, 3)))
+    assert relative_error(forecast, other + shares.of(other - one)) < 1e-4
 
 
 @pytest.mark.parametrize("name", ["flux", "sd3", "ltx"])
 def test_the_step_after_a_forecast_makes_up_for_its_error(name, monkeypatch):
-    """In the scheduler's own arithmetic, with the line between the answers around the forecast."""
-    monkeypatch.setattr(forecasts, "_RESPONSE", 0.0)
+    """In the scheduler's own arithmetic, on the way between the answers around the forecast."""
+    course = replace(CURVED if name == "sd3" else STRAIGHT, response=0.0)
+    monkeypatch.setattr(forecasts, "course_of", lambda *_: course)
     case = TRANSFORMERS[name]()
     levels, latents, _, answers = sampled(case, monkeypatch, guidance_scale=1.0)
     before, after = (latents[at] - levels[at] * answers[at] for at in (2, 4))
-    logs = [log_snr(levels[at], is_flow=True) for at in (2, 3, 4)]
-    between = torch.lerp(before, after, (logs[1] - logs[0]) / (logs[2] - logs[0]))
+    place = course.place(*(step_at(levels, at) for at in (2, 3, 4)))
+    between = torch.lerp(before, after, place)
     on_line = torch.lerp(between, latents[3], levels[4] / levels[3])
     expected = torch.lerp(after, on_line, levels[5] / levels[4])
     assert relative_error(latents[5], expected) < 1e-3

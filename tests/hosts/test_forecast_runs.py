@@ -22,8 +22,9 @@ from tome_nodes.comfyui import comfy_compiler, forecast_part
 from tome_nodes.comfyui.attachment import attach, is_attached, last_run
 from tome_nodes.comfyui.guided_answers import place_in
 from tome_nodes.forecasting import forecasts
+from tome_nodes.forecasting.course import CURVED, STRAIGHT
 from tome_nodes.forecasting.samplers import SAMPLERS
-from tome_nodes.forecasting.steps import log_snr
+from tome_nodes.forecasting.steps import ForecastStep, log_snr
 from tome_nodes.report import drawing
 from tome_nodes.report.pages import hint_for, in_words, report_of
 
@@ -69,6 +70,7 @@ def test_the_model_is_left_out_where_a_straight_line_takes_its_place(
     model = models(kind)
     patched, answers = seen(attach(model, fast()))
     monkeypatch.setattr(forecasts, "_correction", lambda *_: None)
+    monkeypatch.setattr(forecasts, "course_of", lambda *_: STRAIGHT)
     forecast = sampled(patched, 6, kind)
     # The rival puts the line in place of the guided answer, which is the same as of both parts.
     expected = sampled(rivals.forecast()(model), 6, kind)
@@ -80,8 +82,9 @@ def test_the_model_is_left_out_where_a_straight_line_takes_its_place(
 
 @pytest.mark.parametrize("kind", ["flux", "wan21", "ltxav"])
 def test_the_step_after_a_forecast_makes_up_for_its_error(models, monkeypatch, kind):
-    """In the arithmetic of the sampler, with the line between the answers around the forecast."""
-    monkeypatch.setattr(forecasts, "_RESPONSE", 0.0)
+    """In the arithmetic of the sampler, on the way between the answers around the forecast."""
+    course = replace(CURVED if kind == "flux" else STRAIGHT, response=0.0)
+    monkeypatch.setattr(forecasts, "course_of", lambda *_: course)
     outside, given = seen_by_sampler(models(kind))
     patched, answers = seen(attach(outside, fast()))
     sampled(patched, 6, kind, cfg=1.0)
@@ -91,8 +94,11 @@ def test_the_step_after_a_forecast_makes_up_for_its_error(models, monkeypatch, k
     for step in (2, 4):
         before, now, after = (answered.get(level) for level in levels[step - 1 : step + 2])
         assert now is None
-        logs = [log_snr(level, is_flow=True) for level in levels[step - 1 : step + 2]]
-        between = torch.lerp(before, after, (logs[1] - logs[0]) / (logs[2] - logs[0]))
+        around = (
+            ForecastStep(at, 6, log_snr(level, is_flow=True))
+            for at, level in enumerate(levels[step - 1 : step + 2], start=step - 1)
+        )
+        between = torch.lerp(before, after, course.place(*around))
         if step == 4:
             # There is no step after the next.
             assert torch.equal(given[5][2], after)
