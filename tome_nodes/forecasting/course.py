@@ -78,7 +78,7 @@ STRAIGHT = Course(None, None, None, most=3.0, response=0.7)
 """At the start of a run with a high shift, noise levels are so close that the line would lead far
 away."""
 
-CURVED = Course(fine=1.0, coarse=5.0, whole=3.0, most=0.8, response=1.2)
+CURVED = Course(fine=1.0, coarse=5.0, whole=3.0, most=0.8, response=1.0)
 """What has a smaller error on the judges of pictures in 4 to 12 steps (benchmarks/FIDELITY.md)."""
 
 

@@ -1,9 +1,9 @@
 """Forecast the answer of a step from the two answers before it.
 
 An answer is the prediction of the clean picture. Over the logarithm of signal to noise, it changes
-nearly on a straight line, or in few steps along curves, see :mod:`tome_nodes.forecasting.course`. So
-in some steps these take the place of the model (see benchmarks/FIDELITY.md). Such forecasts are
-common for long runs: TaylorSeer (arXiv 2503.06923).
+nearly on a straight line, or in few steps along curves (``course.py``). So in some steps these take
+the place of the model (see benchmarks/FIDELITY.md). Such forecasts are common for long runs:
+TaylorSeer (arXiv 2503.06923).
 
 The model's next answer shows how far off the forecasts before it were: a point between two answers
 is known better than a point beyond them. That answer is corrected, so that the sampler makes up for
