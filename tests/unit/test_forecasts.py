@@ -85,7 +85,8 @@ def at(index, level, count=6, **others):
 
 
 def latent(seed=0, batch=2):
-    return torch.randn(batch, 4, 8, 8, generator=torch.Generator().manual_seed(seed))
+    """Of tokens, whose answers go on along a straight line."""
+    return torch.randn(batch, 4, 64, generator=torch.Generator().manual_seed(seed))
 
 
 ONE, CHANGE = latent(), 0.1 * latent(1)
@@ -292,7 +293,7 @@ def test_after_a_change_two_steps_run_before_the_next_forecast():
 def test_the_model_runs_where_answers_take_back_half_of_a_change(back, is_forecast):
     """In one sample of two: a small share that is negative is no turn."""
     change = latent(1)
-    third = ONE + (1 + torch.tensor([0.3, back]).view(2, 1, 1, 1)) * change
+    third = ONE + (1 + torch.tensor([0.3, back]).view(2, 1, 1)) * change
     answers = (ONE, ONE + change, third)
     kept = after(*((index, index - 4.0, answer) for index, answer in enumerate(answers)), count=8)
     step = at(3, 0.0, 8)

@@ -1,8 +1,9 @@
 """Forecast the answer of a step from the two answers before it.
 
 An answer is the prediction of the clean picture. Over the logarithm of signal to noise, it changes
-nearly on a straight line. So in some steps that line takes the place of the model (see
-benchmarks/FIDELITY.md). Such forecasts are common for long runs: TaylorSeer (arXiv 2503.06923).
+nearly on a straight line, or in few steps along curves (``course.py``). So in some steps these take
+the place of the model (see benchmarks/FIDELITY.md). Such forecasts are common for long runs:
+TaylorSeer (arXiv 2503.06923).
 
 The model's next answer shows how far off the forecasts before it were: a point between two answers
 is known better than a point beyond them. That answer is corrected, so that the sampler makes up for
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .. import reasons
+from .course import STRAIGHT, Course, Shares, course_of
 from .skipping import Skipping
 from .steps import (
     FIRST,
@@ -28,16 +30,6 @@ from .steps import (
     first_steps,
     steps_that_run,
 )
-
-_DAMPING = 0.7
-"""The share of the extrapolated change that a forecast contains."""
-
-_MOST_CHANGE = 3.0
-"""A forecast adds at most this many times the last change. At the start of a run with a high shift,
-noise levels are so close that the line would lead far away."""
-
-_RESPONSE = 0.7
-"""The share of an error in the noisy latent that shows in the model's answer."""
 
 _TURN = -0.5
 """Answers turn back where less than this share came of the last change that the line foretold. On
@@ -67,7 +59,7 @@ class _Forecast:
     """A forecast: its step, and how many times the last change was added to the last answer."""
 
     step: ForecastStep
-    share: float
+    shares: Shares
 
 
 @dataclass(eq=False)
@@ -108,12 +100,12 @@ class _Line:
         self.forecasts = []
         self.total += 1
 
-    def skip(self, step: ForecastStep) -> float:
+    def skip(self, step: ForecastStep, course: Course) -> Shares:
         """Note that a step is forecast; returns how many times the last change is added."""
         first, last = self.answers
-        share = min(_DAMPING * _times(first.step, last.step, step), _MOST_CHANGE)
-        self.forecasts.append(_Forecast(step, share))
-        return share
+        shares = course.shares(first.step, last.step, step)
+        self.forecasts.append(_Forecast(step, shares))
+        return shares
 
     @property
     def turns(self) -> bool:
@@ -156,6 +148,7 @@ class Forecasts(Skipping):
         self._guided: _Line | None = None
         self._latest: ForecastStep | None = None
         self._form: Hashable = None
+        self._course = STRAIGHT
         self._is_forecast = False
         self._calls_end = False
         self._jump_at: int | None = None
@@ -169,6 +162,7 @@ class Forecasts(Skipping):
         before, self._latest = self._latest, step
         if step.index == FIRST:
             self._settled = bool(self._telling) and all(map(_is_settled, self._telling))
+        self._course = course_of(step, latent, self._is_settled(step))
         form = latent.shape, latent.device, latent.dtype, step.conditions
         is_next = before is not None and step.index == before.index + 1
         self._noise_rises = before is not None and step.log_snr < before.log_snr
@@ -207,7 +201,8 @@ class Forecasts(Skipping):
         step = self._step
         self.forecast_steps.add(step.index)
         first, last = line.answers
-        return torch.lerp(first.denoised, last.denoised, 1 + line.skip(step))
+        shares = line.skip(step, self._course)
+        return last.denoised + shares.of(last.denoised - first.denoised)
 
     def observe(self, denoised: Tensor, call: Hashable = 0) -> Tensor:
         """Note what the model answered to a call of the current step.
@@ -220,7 +215,7 @@ class Forecasts(Skipping):
         line = self._lines.setdefault(call, _Line())
         # Whoever gets the answer may change it in place.
         new = _Answer(self._step, denoised.clone())
-        correction = _correction(line, self._step)
+        correction = _correction(line, self._step, self._course)
         corrected = denoised if correction is None else correction.added(new.denoised)
         line.add(new)
         return corrected
@@ -235,12 +230,12 @@ class Forecasts(Skipping):
         step, line = self._step, self._guided or _Line(self._streams)
         self._guided = line
         if step.index not in self.forecast_steps:
-            correction = _correction(line, step)
+            correction = _correction(line, step, self._course)
             if correction is not None:
                 denoised = correction.taken_off(denoised)
             line.add(_Answer(step, denoised))
         elif len(line.answers) == 2:
-            line.skip(step)
+            line.skip(step, self._course)
 
     def note_jump(self) -> None:
         """Note that the scale of guidance jumped in the current step, from which on the latent
@@ -352,7 +347,7 @@ def _apart(latent: Tensor, streams: Sequence[slice]) -> list[Tensor]:
 class _Correction:
     """Makes an answer make up for the errors of the forecasts before it.
 
-    The forecasts should have been on the line from the answer before them to this one. What they
+    The forecasts should have been on the way from the answer before them to this one. What they
     lack is now missing in the sampler's latent. The correction makes the sampler add it to the next
     latent. The model answered for a latent that lacks it, so the correction also adds what is
     missing in the answer.
@@ -366,38 +361,36 @@ class _Correction:
     first: Tensor
     last: Tensor
     after: float
-    before: float
+    before: Shares
 
     def added(self, denoised: Tensor) -> Tensor:
         """An answer with the correction."""
         changed = torch.lerp(self.last, denoised, 1 + self.after)
-        return changed.sub_((self.last - self.first) * self.before)
+        return changed.sub_(self.before.of(self.last - self.first))
 
     def taken_off(self, denoised: Tensor) -> Tensor:
         """The answer that one with the correction was made from, or a weighted sum of such."""
-        changed = denoised + (self.last - self.first) * self.before
+        changed = denoised + self.before.of(self.last - self.first)
         return torch.lerp(self.last, changed, 1 / (1 + self.after))
 
 
-def _correction(line: _Line, now: ForecastStep) -> _Correction | None:
+def _correction(line: _Line, now: ForecastStep, course: Course) -> _Correction | None:
     """The correction of the answer of a step; None if it has to stay as it is."""
     if not line.forecasts or now.latent_share is None:
         return None
     first, last = line.answers
-    after = before = 0.0
+    after, before = 0.0, Shares()
     longest = 1 - now.latent_share
-    distance = now.log_snr - last.step.log_snr
-    if distance < TOO_CLOSE:
+    if now.log_snr - last.step.log_snr < TOO_CLOSE:
         return None
     for forecast in line.forecasts:
         kept = forecast.step.latent_share
         if kept is None:
             return None
-        place = (forecast.step.log_snr - last.step.log_snr) / distance
-        after = kept * after + (1 - kept) * place
-        before = kept * before + (1 - kept) * forecast.share
+        after = kept * after + (1 - kept) * course.place(last.step, forecast.step, now)
+        before = before * kept + forecast.shares * (1 - kept)
         longest = max(longest, 1 - kept)
     # The longest of the steps counts: a step much shorter than one before it would need a change
     # much larger than the error.
-    weight = now.latent_share / longest + _RESPONSE
-    return _Correction(first.denoised, last.denoised, weight * after, weight * before)
+    weight = now.latent_share / longest + course.response
+    return _Correction(first.denoised, last.denoised, weight * after, before * weight)

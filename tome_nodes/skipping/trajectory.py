@@ -122,7 +122,7 @@ def has_memory(answer: Tensor, parts: Sequence[Tensor], before: Sequence[Tensor]
 def scale_of(answer: Tensor, parts: Sequence[Tensor]) -> float | None:
     """The scale of guidance by two answers; None if it does more or other than to scale.
 
-    This waits for the device.
+    This waits for the device, once.
 
     Args:
         answer: a guided answer, ``[batch, ...]``.
@@ -130,11 +130,12 @@ def scale_of(answer: Tensor, parts: Sequence[Tensor]) -> float | None:
     """
     if len(parts) != 2:
         return None
-    now, first, second = (each.float() for each in (answer, *parts))
+    now, first, second = (_rows(each) for each in (answer, *parts))
     along = first - second
     scale = ((now - second) * along).sum() / along.square().sum()
     rest = (now - torch.lerp(second, first, scale)).norm()
-    return float(scale) if rest <= _LEAST_KEPT * now.norm() else None
+    found, other, least = torch.stack([scale, rest, _LEAST_KEPT * now.norm()]).tolist()
+    return float(found) if other <= least else None
 
 
 def jumps(before: float, now: float) -> bool:
