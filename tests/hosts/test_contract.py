@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from dataclasses import replace
 from itertools import cycle
 
 import pytest
@@ -34,7 +35,8 @@ from under_test import (
 from tome_nodes import reasons
 from tome_nodes.settings.config import OPTIONS
 from tome_nodes.skipping import forecasts
-from tome_nodes.skipping.steps import log_snr
+from tome_nodes.skipping.course import course_of
+from tome_nodes.skipping.steps import ForecastStep, log_snr
 
 
 def started(host, options):
@@ -349,19 +351,23 @@ def first_forecast(steps):
     return next(index for index, step in enumerate(steps) if step.answer is None)
 
 
-def log_snrs(*steps):
-    return [log_snr(step.level, is_flow=True) for step in steps]
+def places(*steps):
+    """Where steps are in their run, as far as it decides how answers go on."""
+    return [ForecastStep(0, STEPS, log_snr(step.level, is_flow=True)) for step in steps]
 
 
 @of(FORECAST)
-def test_a_step_is_forecast_on_the_line_through_the_answers_before(host):
+def test_a_step_is_forecast_on_the_course_of_the_answers_before(host):
     host.patch(**SKIPS)
     steps = host.traced(STEPS)
     at = first_forecast(steps)
     one, other, now = steps[at - 2 : at + 1]
-    first, last, here = log_snrs(one, other, now)
-    expected = torch.lerp(one.used, other.used, 1 + 0.7 * (here - last) / (last - first))
-    assert relative_error(now.used, expected) < 1e-4
+    first, last, here = places(one, other, now)
+    # Answers that hardly change go on along a line, in pictures, too.
+    courses = {course_of(here, now.latent, is_settled) for is_settled in (False, True)}
+    change = other.used - one.used
+    expected = [other.used + each.shares(first, last, here).of(change) for each in courses]
+    assert min(relative_error(now.used, each) for each in expected) < 1e-4
 
 
 @of(
@@ -369,14 +375,20 @@ def test_a_step_is_forecast_on_the_line_through_the_answers_before(host):
     + [param(f"diffusers {kind}") for kind in ("flux", "sd3", "ltx")]
 )
 def test_the_step_after_a_forecast_makes_up_for_its_error(host, monkeypatch):
-    """In the arithmetic of the sampler, with the line between the answers around the forecast."""
-    monkeypatch.setattr(forecasts, "_RESPONSE", 0.0)
+    """In the arithmetic of the sampler, on the way between the answers around the forecast."""
+
+    def unanswered(*given):
+        return replace(course_of(*given), response=0.0)
+
+    monkeypatch.setattr(forecasts, "course_of", unanswered)
     host.patch(**SKIPS)
     steps = host.traced(STEPS, is_guided=False)
     at = first_forecast(steps)
     before, now, after, then = steps[at - 1 : at + 3]
-    first, here, last = log_snrs(before, now, after)
-    between = torch.lerp(before.answer, after.answer, (here - first) / (last - first))
+    is_settled = relative_error(steps[0].used, steps[1].used) < 0.15
+    course = course_of(*places(now), now.latent, is_settled)
+    place = course.place(*places(before, now, after))
+    between = torch.lerp(before.answer, after.answer, place)
     on_line = torch.lerp(between, now.latent, after.level / now.level)
     expected, uncorrected = (
         torch.lerp(after.answer, latent, then.level / after.level)

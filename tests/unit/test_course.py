@@ -106,14 +106,14 @@ def test_a_short_run_of_pictures_goes_along_the_curves_and_makes_up_for_them():
     kept = Forecasts(0.6)
     for step, answer in zip(steps, (one, two), strict=False):
         assert not kept.begin(step, one)
-        kept.observe(step, answer)
+        kept.observe(answer)
     assert kept.begin(steps[2], one)
     shares = CURVED.shares(*steps[:3])
     assert shares.fine != shares.coarse
-    forecast = kept.predict(steps[2])
+    forecast = kept.predict()
     assert torch.allclose(forecast, two + shares.of(two - one), atol=1e-6)
     assert not kept.begin(steps[3], one)
     between = torch.lerp(two, four, CURVED.place(*steps[1:]))
     lacking = 0.5 * (between - forecast)
-    corrected = kept.observe(steps[3], four)
+    corrected = kept.observe(four)
     assert torch.allclose(corrected, four + CURVED.response * lacking, atol=1e-5)
