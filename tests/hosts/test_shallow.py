@@ -385,7 +385,7 @@ def test_nothing_is_kept_of_a_run(sdxl, monkeypatch):
     monkeypatch.setattr(Features, "keep", kept_too)
     run(attach(sdxl, fast()))
     gc.collect()
-    assert len(kept) == 8 and not any(each() is not None for each in kept)
+    assert len(kept) == 9 and not any(each() is not None for each in kept)
 
 
 @pytest.mark.parametrize(
