@@ -223,8 +223,8 @@ def _parser() -> argparse.ArgumentParser:
         "--together; with --picture, pictures of off and on: --model, --repeats; with "
         "--host-time, what merging adds before any kernel runs: --quick; with --train, train a "
         "UNet that --fidelity can ask: stickers or stickers_sd15, --minutes, --rate; with --drawn, "
-        "shallow steps of such a UNet in cells drawn by chance: --cells, --seed; with --deep-cache, "
-        "shallow steps against DeepCache in diffusers: --samplers, --steps; "
+        "shallow steps of such a UNet in cells drawn by chance: --cells, --seed; with "
+        "--deep-cache, shallow steps against DeepCache in diffusers: --samplers, --steps; "
         "with --terrain, skipped steps on a UNet that others trained: euler or dpmpp_2m; with "
         "--work, how much work is left, counted; with --report, tables of what was measured on a "
         "GPU",
