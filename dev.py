@@ -24,6 +24,7 @@ sys.path.append(str(TESTS))
 SIDE_BY_SIDE = ("-n", "2", "--dist", "loadgroup")
 
 BENCHES = {
+    "--deep-cache": "benchmarks.fidelity.deep_cache",
     "--drawn": "benchmarks.fidelity.drawn",
     "--fidelity": "benchmarks.fidelity",
     "--forecasts": "benchmarks.forecasts",
@@ -227,6 +228,7 @@ def _parser() -> argparse.ArgumentParser:
         "--rate); "
         "--drawn, shallow steps of such a UNet in random cells (stickers or stickers_sd15, "
         "--cells, --seed); "
+        "--deep-cache, shallow steps against DeepCache in diffusers (--samplers, --steps); "
         "--terrain, skipped steps on a UNet that others trained (euler or dpmpp_2m); "
         "--work, how much work is left, counted; "
         "--report, tables of what was measured on a GPU",

@@ -25,6 +25,7 @@ from benchmarks.fidelity.shares import (
     error_at,
     points,
     share,
+    spread,
 )
 from tome_nodes.settings.presets import PRESETS
 from tools.environment import ROOT
@@ -83,7 +84,11 @@ def tables() -> dict[Path, dict[str, str]]:
             "presets": _presets(),
             "compared": _compared(),
         },
-        ROOT / "benchmarks" / "FIDELITY.md": {"errors": _errors(), "shallow": _shallow()},
+        ROOT / "benchmarks" / "FIDELITY.md": {
+            "errors": _errors(),
+            "shallow": _shallow(),
+            "deep cache": _deep_cache(),
+        },
     }
 
 
@@ -236,6 +241,24 @@ def _shallow() -> str:
         for steps in numbers
     )
     return table(head, body)
+
+
+def _deep_cache() -> str:
+    """Shallow steps against DeepCache, by sampler, number of steps, and interval."""
+    found: Any = json.loads((RESULTS / "deep-cache.json").read_text(encoding="utf-8"))
+    intervals = ("2", "3", "5")
+
+    def cell(both: Mapping[str, Mapping[str, Any]]) -> str:
+        ours, theirs = both["ours"], both["deep_cache"]
+        ratios = spread(ours["scenes"], theirs["scenes"])
+        return f"{ratios}; {ours['error']:.4f} and {theirs['error']:.4f} at {ours['work']:.2f}"
+
+    body = (
+        (f"{steps} steps, {sampler}", *(cell(row[interval]) for interval in intervals))
+        for sampler, numbers in found.items()
+        for steps, row in numbers.items()
+    )
+    return table(("Run", *(f"Interval {each}" for each in intervals)), body)
 
 
 def _presets() -> str:

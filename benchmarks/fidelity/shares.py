@@ -6,6 +6,7 @@ a number of steps.
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from statistics import median
 from typing import Any
 
 STEPS, CACHE, FORECAST, SIZE = "fewer steps", "cache", "forecast", "lower resolution"
@@ -78,3 +79,9 @@ def best_share(rows: Rows, kind: str) -> float | None:
     """The smallest :func:`share` of all our rows; None if there is none."""
     shares = [share(rows, name, kind) for name in points(rows, (OURS,))]
     return min((each for each in shares if each is not None), default=None)
+
+
+def spread(errors: Sequence[float], others: Sequence[float]) -> str:
+    """The median of errors over others, and the least and the most."""
+    ratios = [error / other for error, other in zip(errors, others, strict=True)]
+    return f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"

@@ -9,13 +9,9 @@ Otherwise, the answer itself continues such a line.
 """
 
 import argparse
-import hashlib
 import math
-import subprocess
-import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -24,9 +20,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.fidelity.shares import error_at
 from benchmarks.terrain.network import SIDE, SIGMA_MAX, SIGMA_MIN, Terrain, load
+from benchmarks.wheels import wheel
 from tome_nodes.skipping.steps import log_snr
-from tools.environment import ROOT
 
+PACKAGE = "adaptive_terrain_diffusion"
 VERSIONS = {
     "0.4.1": "ae45819f1be906e6783999caf8f4d648f81007a86914f6a5d216d4fc6cb83328",
     "0.4.2": "dd803be2c98d764e4e64db18c631eef46c210282b398c4dd080f4cda3fa7c84d",
@@ -132,24 +129,6 @@ def asking(model: Terrain, cut: int | None) -> Answer:
     return ask
 
 
-def wheel(version: str) -> Path:
-    """The wheel of a version of the package, fetched if it is not there.
-
-    Raises:
-        SystemExit: it is another file than the one that was tried.
-    """
-    folder = ROOT / "demo"
-    package = f"adaptive-terrain-diffusion=={version}"
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", package]
-    found = f"adaptive_terrain_diffusion-{version}-*.whl"
-    if not any(folder.glob(found)):
-        subprocess.run([*command, "--dest", str(folder)], check=True)
-    file = next(folder.glob(found))
-    if hashlib.sha256(file.read_bytes()).hexdigest() != VERSIONS[version]:
-        raise SystemExit(f"{file} is another file than the one that was tried; delete it")
-    return file
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="dev.py bench --terrain", description=__doc__)
     parser.add_argument("sampler", choices=METHODS, nargs="?", default="euler")
@@ -157,7 +136,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_grad_enabled(False)
     method = METHODS[arguments.sampler]
-    model = load(wheel(arguments.version))
+    model = load(wheel(PACKAGE, arguments.version, VERSIONS[arguments.version]))
     outside = work_outside(model)
     model = model.to(memory_format=torch.channels_last)
     generators = (torch.Generator().manual_seed(seed) for seed in range(SAMPLES))

@@ -11,6 +11,7 @@ from host import merging
 
 from benchmarks.fidelity import __main__ as fidelity
 from benchmarks.fidelity import (
+    deep_cache,
     denoiser,
     judges,
     latents,
@@ -22,6 +23,7 @@ from benchmarks.fidelity import (
     scene_transformer,
     shares,
     sticker_unet,
+    sticker_unet_diffusers,
     sticker_unet_sd15,
     video_transformer,
     weights,
@@ -176,6 +178,27 @@ def test_deep_cache_runs_the_whole_unet_in_every_step_of_its_interval(monkeypatc
     assert 0 < outer < 0.1
     assert rows["2"]["time"] == pytest.approx(0.6 + 0.4 * outer)
     assert 0 < rows["2"]["error"] < rows["5"]["error"]
+
+
+def test_the_unet_of_stickers_answers_in_diffusers_as_it_does_here():
+    latent = torch.randn(1, 8, 16, 16, generator=torch.Generator().manual_seed(0))
+    prompt, time = sticker_unet.prompt(3, 2)[None], torch.tensor([500.0])
+    expected = sticker_unet.load().model.diffusion_model(latent, time, context=prompt)
+    answer = sticker_unet_diffusers.load()(latent, time, encoder_hidden_states=prompt).sample
+    assert relative_error(answer, expected) < 1e-5
+
+
+def test_ours_runs_as_many_whole_steps_in_diffusers_as_deep_cache_would(monkeypatch):
+    monkeypatch.setattr(deep_cache, "SIDE", 16)
+    monkeypatch.setattr(deep_cache, "PICTURES", 1)
+    painter = deep_cache.Painter("euler", steps=8)
+    expected, work = painter.paint()
+    painted, left = painter.shallow(whole=4)
+    outer = (left / work - 4 / 8) / (4 / 8)
+    assert 0 < outer < 0.1
+    assert 0 < relative_error(painted, expected) < 1
+    assert torch.equal(painter.paint()[0], expected)
+    assert shares.spread([1.0, 6.0, 2.0], [1.0, 2.0, 4.0]) == "1.00 (0.50 to 3.00)"
 
 
 @pytest.fixture

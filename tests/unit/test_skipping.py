@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tome_nodes.skipping.features import DAMPING, Features
 from tome_nodes.skipping.plan import (
     FIRST,
+    FORMING,
     LEAST,
     LONG,
     adds_noise,
@@ -43,13 +44,13 @@ def test_whole_evaluations_are_dense_at_first(count, whole):
     ("count", "whole"),
     [
         (4, [0, 1, 2, 3]),
-        (5, [0, 1, 2, 3]),
+        (5, [0, 1, 2, 4]),
         (8, [0, 1, 2, 4, 6]),
-        (12, [0, 1, 2, 4, 6, 9]),
-        (20, [0, 1, 2, 3, 5, 7, 10, 13, 16]),
+        (12, [0, 1, 2, 4, 7, 10]),
+        (20, [0, 1, 2, 5, 7, 10, 12, 15, 17]),
     ],
 )
-def test_gaps_of_a_coarse_run_that_begins_with_a_picture_grow_evenly(count, whole):
+def test_gaps_of_a_coarse_run_that_begins_with_a_picture_are_equal(count, whole):
     coarse = [*levels(count - 1, begins=0.0, ends=3.0), 7.0]
     assert sorted(whole_evaluations(0.6, coarse)) == whole
     even = levels(count, begins=0.0)
@@ -57,6 +58,17 @@ def test_gaps_of_a_coarse_run_that_begins_with_a_picture_grow_evenly(count, whol
     # So they are where each step has two evaluations.
     twice = [level for level in even for _ in range(2)]
     assert whole_evaluations(0.6, twice) == whole_evaluations(0.6, levels(2 * count))
+
+
+@pytest.mark.parametrize(
+    ("count", "whole"),
+    [(5, [0, 1, 2, 4]), (8, [0, 1, 3, 5, 7]), (9, [0, 1, 3, 6, 8]), (12, [0, 1, 4, 6, 8, 11])],
+)
+def test_they_are_from_the_second_on_where_there_is_more_picture_than_noise(count, whole):
+    coarse = [*levels(count - 1, begins=0.4, ends=2.6), 3.4]
+    assert sorted(whole_evaluations(0.6, coarse)) == whole
+    assert 2 in whole_evaluations(0.6, [level - 0.5 for level in coarse])
+    assert 2 in whole_evaluations(0.6, levels(count, begins=0.4, ends=3.4))
 
 
 @pytest.mark.parametrize(
@@ -118,9 +130,9 @@ def test_that_leaves_hardly_more_whole_and_the_first_as_they_are(one, other, cou
     asked = with_blank(count, min(blank, count))
     few, many = (whole_evaluations(ratio, asked) for ratio in sorted((one, other))[::-1])
     assert len(few) <= len(many) <= count
-    assert {*range(min(FIRST, count))} <= few and max(few, default=0) < max(count, 1)
+    assert {*range(min(FORMING, count))} <= few and max(few, default=0) < max(count, 1)
     # The rest has a few whole ones of its own.
-    assert 0 <= len(few) - len(whole_evaluations(max(one, other), levels(count))) <= FIRST
+    assert 0 <= len(few) - len(whole_evaluations(max(one, other), levels(count))) <= FORMING
 
 
 @given(RATIOS, RATIOS, st.integers(0, 60), ENDS)

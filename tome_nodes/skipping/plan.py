@@ -9,8 +9,11 @@ import math
 from collections.abc import Iterable, Sequence
 from math import comb
 
-FIRST = 3
+FIRST = 2
 """So many evaluations at the start are always whole."""
+
+FORMING = 3
+"""So many are where the picture is still to be formed."""
 
 LEAST = 4
 """The largest number of evaluations that are all whole at any ratio."""
@@ -42,8 +45,9 @@ def whole_evaluations(ratio: float, levels: Sequence[float]) -> frozenset[int]:
     """The whole ones of the evaluations of a run, from 0; the others are shallow.
 
     They are dense at first: each gap is longer than the one before, and by more each time. If the
-    run has its picture from the start and its end is coarse, gaps grow evenly. There are fewer
-    whole ones as ``ratio`` grows; at a ratio of 0, all evaluations are whole.
+    run has its picture from the start and its end is coarse, gaps are equal; if it begins with more
+    picture than noise, from the second evaluation on. There are fewer whole ones as ``ratio``
+    grows; at a ratio of 0, all evaluations are whole.
 
     In noise without a picture, below :data:`BLANK`, features hardly change, so most of the
     evaluations there are shallow before any other is.
@@ -57,13 +61,14 @@ def whole_evaluations(ratio: float, levels: Sequence[float]) -> frozenset[int]:
         return frozenset(range(total))
     shallow = round(min(1.0, _SHARE * ratio) * (total - LEAST))
     blank = sum(level < BLANK for level in levels)
-    of_blank = min(shallow, max(0, blank - FIRST))
-    begin = {*range(blank)} - {*range(FIRST, FIRST + of_blank)}
+    of_blank = min(shallow, max(0, blank - FORMING))
+    begin = {*range(blank)} - {*range(FORMING, FORMING + of_blank)}
     end = {total - 1} if levels[-1] < LONG and blank < total else set[int]()
     rest = total - blank - len(end)
     of_rest = min(shallow - of_blank, max(0, rest - LEAST + len(end)))
-    order = 2 if levels[0] > BEGUN and _is_coarse(levels) else 3
-    between = _dense_at_first(rest, of_rest, order)
+    is_even = levels[0] > BEGUN and _is_coarse(levels)
+    first = FIRST if is_even and levels[0] > 0 else FORMING
+    between = _spread(rest, of_rest, first, order=1 if is_even else 3)
     return frozenset(begin | {blank + index for index in between} | end)
 
 
@@ -75,17 +80,18 @@ def _is_coarse(levels: Sequence[float]) -> bool:
     )
 
 
-def _dense_at_first(total: int, shallow: int, order: int) -> Iterable[int]:
+def _spread(total: int, shallow: int, first: int, order: int) -> Iterable[int]:
     """The others of ``total`` evaluations, from 0, so many of which are shallow.
 
-    What is left out before one of them grows with its number, to the power of ``order``.
+    None is before the first ones. What is left out before another one grows with its number, to the
+    power of ``order``.
     """
     whole = total - shallow
 
     def left_out(index: int) -> int:
-        return comb(index + order - FIRST, order) if index >= FIRST else 0
+        return comb(index + order - first, order) if index >= first else 0
 
-    growth = shallow / comb(whole + order - FIRST, order) if shallow else 0.0
+    growth = shallow / comb(whole + order - first, order) if shallow else 0.0
     return (round(index + growth * left_out(index)) for index in range(whole))
 
 
