@@ -8,6 +8,9 @@ import torch
 
 from tome_nodes.skipping.course import CURVED, STRAIGHT, Shares, course_of
 from tome_nodes.skipping.forecasts import Forecasts
+from tome_nodes.skipping.plan import adds_noise
+from tome_nodes.skipping.samplers import SAMPLERS
+from tome_nodes.skipping.schedule import Schedule
 from tome_nodes.skipping.steps import ForecastStep, log_snr
 
 
@@ -91,6 +94,14 @@ def test_what_is_fine_has_the_share_of_the_fine_part():
 )
 def test_courses_are_curved_in_short_runs_of_pictures(count, form, is_settled, expected):
     assert course_of(at(0.5, count=count), torch.zeros(form), is_settled) is expected
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_courses_are_straight_where_the_sampler_adds_noise(name):
+    schedule = Schedule([0.9, 0.5, 0.2, 0.0], True, SAMPLERS[name], from_noise=True)
+    step = schedule.step(1, 0.5, None, is_active=True, follows=None)
+    is_straight = course_of(step, torch.zeros(1, 4, 8, 8), is_settled=False) is STRAIGHT
+    assert is_straight == adds_noise(name)
 
 
 @torch.no_grad()

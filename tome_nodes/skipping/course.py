@@ -83,13 +83,15 @@ CURVED = Course(fine=1.0, coarse=5.0, whole=3.0, most=0.8, response=1.0)
 
 
 def course_of(step: ForecastStep, latent: Tensor, is_settled: bool) -> Course:
-    """How answers go on: along curves in short runs of pictures that are not there from the start.
+    """How answers go on: along curves in short runs of pictures that are not there from the start,
+    unless the sampler adds noise.
 
     The step is any of the run, and the noisy latent ``[batch, channels, height, width]``, with
     frames before the height if it is a video. Tokens and sounds have no height and width.
     """
     is_picture = latent.ndim > 3 and latent.shape[2:-2].numel() == 1
-    return CURVED if is_picture and not is_settled and step.count < LONG else STRAIGHT
+    may_curve = step.may_curve and step.count < LONG
+    return CURVED if is_picture and not is_settled and may_curve else STRAIGHT
 
 
 def _ratio(power: float | None, *steps: ForecastStep) -> float:

@@ -61,4 +61,5 @@ class Schedule:
             is_active=is_active,
             follows=follows is None or bool(follows),
             from_noise=self.from_noise,
+            may_curve=not self.sampler.adds_noise,
         )

@@ -47,6 +47,7 @@ class ForecastStep:
         follows: whether its latent is where the steps before it led; see
             :mod:`tome_nodes.skipping.trajectory`.
         from_noise: whether the run began with noise alone, not with a picture under some noise.
+        may_curve: whether answers may go on along curves, see :mod:`tome_nodes.skipping.course`.
     """
 
     index: int
@@ -58,6 +59,7 @@ class ForecastStep:
     is_active: bool = True
     follows: bool = True
     from_noise: bool = True
+    may_curve: bool = True
 
 
 def is_noise_alone(noise: float, most: float) -> bool:
