@@ -71,7 +71,7 @@ def sampling(kind="flux", size=(32, 32), **others):
 def before_evaluations(model, do):
     def wrapper(executor, *args, **kwargs):
         run = args[5].get(KEY)
-        do(None if run is None else run._config, args[1], args[5]["sample_sigmas"])
+        do(None if run is None else run._run.config, args[1], args[5]["sample_sigmas"])
         return executor(*args, **kwargs)
 
     model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "test", wrapper)
