@@ -61,6 +61,21 @@ def levels_of(evaluations):
     return {level for level, _, _ in evaluations}
 
 
+@pytest.mark.parametrize(("sampler", "may_curve"), [("euler", True), ("euler_ancestral", False)])
+def test_answers_may_go_along_curves_where_the_sampler_adds_no_noise(
+    flux, monkeypatch, sampler, may_curve
+):
+    told, course_of = set(), forecasts.course_of
+
+    def watched(step, *others):
+        told.add(step.may_curve)
+        return course_of(step, *others)
+
+    monkeypatch.setattr(forecasts, "course_of", watched)
+    sampled(attach(flux, fast()), 10, sampler=sampler)
+    assert told == {may_curve}
+
+
 def on_a_line(sound_turns, seen_levels):
     """A wrapper in place of LTX-2: answers on a line, but that the sound's may turn back on it."""
 

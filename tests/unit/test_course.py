@@ -98,7 +98,7 @@ def test_courses_are_curved_in_short_runs_of_pictures(count, form, is_settled, e
 
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_courses_are_straight_where_the_sampler_adds_noise(name):
-    schedule = Schedule([0.9, 0.5, 0.2, 0.0], True, SAMPLERS[name], from_noise=True)
+    schedule = Schedule([0.9, 0.5, 0.2, 0.0], True, SAMPLERS[name], True, adds_noise(name))
     step = schedule.step(1, 0.5, None, is_active=True, follows=None)
     is_straight = course_of(step, torch.zeros(1, 4, 8, 8), is_settled=False) is STRAIGHT
     assert is_straight == adds_noise(name)

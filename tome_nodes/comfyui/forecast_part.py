@@ -19,6 +19,7 @@ from .. import reasons
 from ..run.counts import Counts
 from ..run.record import RunRecord
 from ..skipping.forecasts import Forecasts
+from ..skipping.plan import adds_noise
 from ..skipping.samplers import SAMPLERS, UNKNOWN
 from ..skipping.schedule import Schedule
 from ..skipping.steps import LEAST_SNR, SHORTEST, ForecastStep, is_noise_alone
@@ -59,8 +60,9 @@ class ForecastPart:
         self._answered: int | None = None
         most = float(comfy_run.guider.model_patcher.get_model_object("model_sampling").sigma_max)
         from_noise = starts_empty or is_noise_alone(noises[0], most)
-        known = SAMPLERS.get(comfy_run.sampler, UNKNOWN)
-        self._schedule = Schedule(noises, comfy_run.is_flow, known, from_noise)
+        name = comfy_run.sampler
+        known = SAMPLERS.get(name, UNKNOWN)
+        self._schedule = Schedule(noises, comfy_run.is_flow, known, from_noise, adds_noise(name))
         takes_over = not starts_empty and noises[0] < most
         self._forecasts.obstacle = self._obstacle_before(takes_over)
 
@@ -119,7 +121,8 @@ class ForecastPart:
             self._forecasts.clear()
         before, parts = self._parts_before, self._parts
         if len(before) == len(parts) > 1 and has_memory(kept, parts, before):
-            self._stop(reasons.MOMENTUM)
+            self._forecasts.stop(reasons.MOMENTUM)
+            self._clear()
         if (missing := self._missing_after_jump(kept)) is not None:
             answer = kept = kept + missing
         self._comfy_run.latents.note(kept)
@@ -216,11 +219,6 @@ class ForecastPart:
         if count < schedule.sampler.least:
             return reasons.sampler_needs(self._comfy_run.sampler, schedule.sampler.least)
         return schedule.obstacle
-
-    def _stop(self, why: reasons.Reason) -> None:
-        """Forecast nothing more, and keep no latent."""
-        self._forecasts.stop(why)
-        self._clear()
 
     def _clear(self) -> None:
         """Keep no latent any more."""

@@ -21,8 +21,7 @@ from ..merging.model_run import ModelRun, why_stopped
 from ..ranks import Ranks
 from ..run import log_line
 from ..run.counts import Counts
-from ..run.record import Merged
-from ..run.sampling_run import SamplingRun
+from ..run.record import Merged, make_record
 from ..run.span import Span
 from ..settings.config import ToMeConfig
 from ..strategies.plan import Grid
@@ -307,7 +306,7 @@ class MergingCalls(PatchedCalls):
         kind = self._latent, bool(counts.merged), obstacle, *log_line.deviations(counts)
         if not self._once.is_new(kind):
             return
-        record = SamplingRun(self._config, self._span).record(self._name, counts, self._merged)
+        record = make_record(self._name, self._config, counts, dict, self._merged, None)
         why = record.unmerged
         if why is not None:
             # Steps may still be shallow, so ToMe is not to be left out.

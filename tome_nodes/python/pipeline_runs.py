@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from threading import local
 from typing import Any
 
-import torch
-
 from .. import reasons
 from ..run.counts import Counts
 from ..run.record import RunRecord
@@ -32,8 +30,6 @@ _METHODS: Mapping[str, Sampler] = {
     "DPMSolverMultistepScheduler": SAMPLERS["dpmpp_2m"],
 }
 """The samplers that schedulers are, by the names of diffusers' classes."""
-
-_HOST = torch.device("cpu")
 
 _ROUNDING = 0.01
 """The most that a timestep may be off, as a whole number or in bfloat16."""
@@ -108,7 +104,7 @@ class PipelineRun:
         run = self._run
         run.begin(index - first, self._left(index))
         # The device is at rest, as the timestep and the prompts have been read from it.
-        run.mark(run.index, _HOST)
+        run.mark(run.index)
         if self.forecasts.obstacle is None:
             follows = self.latents.begin(call.latent)
             step = schedule.step(run.index, noise, call.conditions, run.is_active, follows)

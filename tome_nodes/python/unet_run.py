@@ -10,7 +10,6 @@ from collections.abc import Hashable, Sequence
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .. import reasons
@@ -23,8 +22,6 @@ from ..skipping.plan import FIRST, LEAST_SNR, adds_noise
 from ..skipping.shallow_run import ShallowRun
 from .latents import CalledLatents
 from .scheduling import Scheduling
-
-_HOST = torch.device("cpu")
 
 _ROUNDING = 0.01
 """The most by which a timestep may differ from that of the scheduler, as a share of itself: in
@@ -117,7 +114,7 @@ class UNetRun:
         run = self.sampling_run
         run.begin(run.index + 1, timestep)
         # The device is at rest, as the timestep has been read from it.
-        run.mark(run.index, _HOST)
+        run.mark(run.index)
         if run.index < FIRST:
             self._plan()
         self.shallow.begin(run.index, self._place(timestep), may_be_shallow=run.is_active)

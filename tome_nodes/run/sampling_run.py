@@ -14,6 +14,8 @@ from .counts import Counts
 from .record import Merged, RunRecord, Unskipped, make_record
 from .span import Span
 
+_HOST = torch.device("cpu")
+
 
 class SamplingRun:
     """One sampling run in any host, which tells it when a step begins.
@@ -70,12 +72,12 @@ class SamplingRun:
     def mark(self, step: int, device: torch.device | None = None) -> None:
         """Note that a step begins now, unless its begin is known.
 
-        ``device`` is the one whose work is timed. It is known before the first step.
+        ``device`` is the one whose work is timed, as told for the first of them; None for the host,
+        where devices are at rest as steps begin.
         """
-        if self._clock is None and device is not None:
-            self._clock = Clock(device)
-        if self._clock is not None and step not in self._began:
-            self._began[step] = self._clock.now()
+        clock = self._clock = self._clock or Clock(device or _HOST)
+        if step not in self._began:
+            self._began[step] = clock.now()
 
     @property
     def can_time(self) -> bool:

@@ -19,14 +19,12 @@ class Sampler:
         apart: in runs of fewer steps than this, no two noise levels may be so close that they
             count as one.
         faster: see :func:`tome_nodes.skipping.steps.is_even`.
-        adds_noise: whether it adds noise in each step. Its answers go on along lines.
     """
 
     least: int
     corrects: bool = True
     apart: int = LONG
     faster: float = FASTER
-    adds_noise: bool = False
 
     def obstacle(self, levels: Sequence[float]) -> reasons.Reason | None:
         """Why nothing can be forecast in a run, as far as its noise levels show.
@@ -48,12 +46,12 @@ _LOOKS_BACK = Sampler(8, faster=1.45)
 
 SAMPLERS: Mapping[str, Sampler] = {
     "euler": Sampler(SHORTEST, apart=0),
-    "euler_ancestral": Sampler(10, adds_noise=True),
-    "ddpm": Sampler(8, adds_noise=True),
-    "er_sde": Sampler(8, adds_noise=True),
+    "euler_ancestral": Sampler(10),
+    "ddpm": Sampler(8),
+    "er_sde": Sampler(8),
     "dpmpp_2m": _LOOKS_BACK,
     "res_multistep": _LOOKS_BACK,
-    "sa_solver": Sampler(8, corrects=False, adds_noise=True),
+    "sa_solver": Sampler(8, corrects=False),
 }
 """The samplers under which forecasts hold (benchmarks/FIDELITY.md), by the names of ComfyUI's
 functions without ``sample_``. They evaluate a step once. Under the others, forecasts change the

@@ -20,12 +20,14 @@ class Schedule:
         is_flow: see :func:`tome_nodes.skipping.steps.log_snr`.
         sampler: what is known of the sampler.
         from_noise: whether the run begins with noise alone, not with a picture under some noise.
+        adds_noise: whether the sampler adds noise in its steps. Answers then go on along lines.
     """
 
     noises: Sequence[float]
     is_flow: bool
     sampler: Sampler
     from_noise: bool
+    adds_noise: bool = False
 
     @cached_property
     def levels(self) -> list[float]:
@@ -61,5 +63,5 @@ class Schedule:
             is_active=is_active,
             follows=follows is None or bool(follows),
             from_noise=self.from_noise,
-            may_curve=not self.sampler.adds_noise,
+            may_curve=not self.adds_noise,
         )
