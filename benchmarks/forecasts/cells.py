@@ -274,19 +274,20 @@ class _Counter:
         wrappers["counter"] = [self._run]
         if last is not None:
             wrappers["denoiser"] = last
-        clone.set_model_sampler_pre_cfg_function(self._guide)
+        clone.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "counter", self._guide)
         return clone
 
     def _run(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
         self._has_run = True
         return executor(*args, **kwargs)
 
-    def _guide(self, given: dict[str, Any]) -> Any:
-        """Called by the host before each guidance."""
+    def _guide(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
+        """Wraps each guided answer, within which guidance may evaluate the network, too."""
+        self._has_run = False
+        answer = executor(*args, **kwargs)
         self.evaluated += self._has_run
         self._guided += 1
-        self._has_run = False
-        return given["conds_out"]
+        return answer
 
     @contextmanager
     def memory(self) -> Iterator[None]:

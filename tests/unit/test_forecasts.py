@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tome_nodes import reasons
-from tome_nodes.skipping.forecasts import Forecasts
+from tome_nodes.skipping.course import STRAIGHT
+from tome_nodes.skipping.forecasts import Forecasts, Guidance
 from tome_nodes.skipping.samplers import SAMPLERS
 from tome_nodes.skipping.steps import (
     FASTER,
@@ -141,11 +142,60 @@ def test_a_forecast_goes_on_in_the_direction_of_the_last_change():
 
 
 def test_the_model_runs_in_the_step_after_the_scale_of_guidance_jumps():
-    kept = after(*KNOWN, ratio=1.0)
-    kept.note_jump()
+    kept = Forecasts(1.0, sees_guidance=True)
+    for (index, level, answer), scale in zip(KNOWN, (1.0, 4.0), strict=True):
+        run(kept, at(index, level), answer)
+        kept.note_guided(answer, Guidance(scale, CHANGE))
     run(kept, at(2, 1.0), ONE + 2 * CHANGE)
+    kept.note_guided(ONE + 2 * CHANGE, Guidance(4.0, CHANGE))
     assert kept.reason == reasons.CHANGES
     assert predicted(kept, at(3, 2.0), ONE) is not None
+
+
+def guided_otherwise(answer):
+    """By what no scale does."""
+    return answer * answer.norm()
+
+
+def test_guidance_that_is_no_scale_is_forecast_as_a_whole():
+    """What it makes of forecasts is not what it would make of answers."""
+    kept = Forecasts(0.6, sees_guidance=True)
+    for index, level, answer in KNOWN:
+        run(kept, at(index, level), answer)
+        assert kept.note_guided(guided_otherwise(answer)) is not None
+    found = predicted(kept, at(2, 1.0), ONE)
+    first, last = (guided_otherwise(answer) for *_, answer in KNOWN)
+    expected = last + (last - first) * 0.7 * 1.5
+    assert torch.allclose(kept.note_guided(guided_otherwise(found)), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("scales", [(2.0, 2.0, 2.0), (2.0, 6.0, 6.0), (2.0, 2.0, 6.0)])
+def test_a_guided_answer_makes_up_for_forecasts_by_the_scale_that_each_had(scales):
+    kept, (before, in_forecast, now) = Forecasts(0.6, sees_guidance=True), scales
+    sampled = {"latent_share": 0.5, "count": 6}
+
+    def guided(scale, pair):
+        return kept.note_guided(
+            torch.lerp(pair[1], pair[0], scale), Guidance(scale, pair[0] - pair[1])
+        )
+
+    pairs = [torch.stack([ONE + index**2 * CHANGE, ONE * index]) for index in range(4)]
+    for index in (0, 1):
+        assert predicted(kept, at(index, index * 2.0, **sampled), ONE) is None
+        # The answers to conditions are not corrected.
+        assert torch.equal(kept.observe(pairs[index]), pairs[index])
+        guided(before, pairs[index])
+    forecast = predicted(kept, at(2, 4.0, **sampled), ONE)
+    used = guided(in_forecast, forecast)
+    assert torch.equal(used, torch.lerp(forecast[1], forecast[0], in_forecast))
+    assert predicted(kept, at(3, 6.0, **sampled), ONE) is None
+    assert torch.equal(kept.observe(pairs[3]), pairs[3])
+    corrected = guided(now, pairs[3])
+    should = torch.lerp(pairs[1], pairs[3], 0.5)
+    lacking = 0.5 * (torch.lerp(should[1], should[0], in_forecast) - used)
+    times = 0.5 / 0.5 + STRAIGHT.response
+    expected = torch.lerp(pairs[3][1], pairs[3][0], now) + times * lacking
+    assert torch.allclose(corrected, expected, atol=1e-4)
 
 
 def test_a_forecast_adds_at_most_three_times_the_last_change():

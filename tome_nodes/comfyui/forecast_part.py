@@ -1,8 +1,9 @@
 """Forecast steps of a sampling run in ComfyUI, for any model whose answer is a denoised latent.
 
 ComfyUI's sampler asks a guider for the guided answer of a step, and the guider makes it from the
-answers to its conditions. These are what is forecast, so guidance does to forecasts whatever it
-does to answers, and nothing has to be known about the model.
+answers to its conditions. These are what is forecast, so a scale that changes from step to step
+counts in forecasts, too. If guidance does other than to scale, its answer is forecast as a whole.
+Nothing has to be known about the model.
 """
 
 import math
@@ -18,12 +19,12 @@ from torch import Tensor
 from .. import reasons
 from ..run.counts import Counts
 from ..run.record import RunRecord
-from ..skipping.forecasts import Forecasts
+from ..skipping.forecasts import Forecasts, Guidance
 from ..skipping.plan import adds_noise
 from ..skipping.samplers import SAMPLERS, UNKNOWN
 from ..skipping.schedule import Schedule
 from ..skipping.steps import LEAST_SNR, SHORTEST, ForecastStep, is_noise_alone
-from ..skipping.trajectory import has_memory, jumps, scale_of
+from ..skipping.trajectory import has_memory, scale_of
 from .comfy_run import ComfyRun
 from .conditions import conditions_of, names_of
 from .guided_answers import (
@@ -47,15 +48,13 @@ class ForecastPart:
         run, noises = comfy_run.run, comfy_run.steps.schedule
         self._comfy_run = comfy_run
         self._run = run
-        self._forecasts = run.skipping = Forecasts(run.config.ratio, streams)
+        self._forecasts = run.skipping = Forecasts(run.config.ratio, streams, sees_guidance=True)
         # None in steps that run whatever was answered before.
         self._latent: Tensor | None = None
         self._calls: Counter[Hashable] = Counter()
         self._calls_before = self._calls
         self._parts: list[Tensor] = []
         self._parts_before = self._parts
-        self._added: list[Tensor] = []
-        self._scale: float | None = None
         self._was_called = False
         self._answered: int | None = None
         most = float(comfy_run.guider.model_patcher.get_model_object("model_sampling").sigma_max)
@@ -109,40 +108,24 @@ class ForecastPart:
         """Begin the calls of a step; ``latent`` is None if nothing is forecast any more."""
         self._latent = latent
         self._calls_before, self._calls = self._calls, Counter()
-        self._parts_before, self._parts, self._added = self._parts, [], []
+        self._parts_before, self._parts = self._parts, []
 
     def _guided(self, answer: Tensor) -> Tensor:
         """Note a guided answer; return what the sampler is to get."""
         # Whoever else gets it may change it in place.
-        kept = answer.detach().clone()
-        self._forecasts.note_guided(kept)
+        kept, parts = answer.detach().clone(), self._parts
         if self._calls_before and self._calls != self._calls_before:
             # What came second may have come first before.
             self._forecasts.clear()
-        before, parts = self._parts_before, self._parts
+        scale = scale_of(kept, parts)
+        guidance = None if scale is None else Guidance(scale, parts[0] - parts[1])
+        corrected = self._forecasts.note_guided(kept, guidance)
+        before = self._parts_before
         if len(before) == len(parts) > 1 and has_memory(kept, parts, before):
             self._forecasts.stop(reasons.MOMENTUM)
             self._clear()
-        if (missing := self._missing_after_jump(kept)) is not None:
-            answer = kept = kept + missing
-        self._comfy_run.latents.note(kept)
-        return answer
-
-    def _missing_after_jump(self, guided: Tensor) -> Tensor | None:
-        """What a guided answer lacks if the scale has jumped; None if it lacks nothing.
-
-        What was added to the answers makes up for forecasts, which were guided with the scale
-        before.
-        """
-        before, now = self._scale, scale_of(guided, self._parts)
-        self._scale = now
-        if before is None or now is None or not jumps(before, now):
-            return None
-        self._forecasts.note_jump()
-        if len(self._added) != 2:
-            return None
-        first, second = self._added
-        return (before - now) * (first - second)
+        self._comfy_run.latents.note(corrected)
+        return answer if corrected is kept else corrected
 
     def calc_cond_batch(
         self,
@@ -167,10 +150,7 @@ class ForecastPart:
         is_whole = x_in.shape == latent.shape
         if found is None:
             answers = executor(model, conds, x_in, timestep, model_options)
-            given = torch.stack([*answers])
-            found = self._forecasts.observe(given, call)
-            if found is not given and is_whole:
-                self._added += (found - given).unbind()
+            found = self._forecasts.observe(torch.stack([*answers]), call)
         # Of windows, guidance gets what is put together. What comes after that is not known.
         # Guidance may change them in place.
         self._parts = [*self._parts, *found.detach().clone().unbind()] if is_whole else []

@@ -31,12 +31,6 @@ class Shares:
     fine: float = 0.0
     coarse: float = 0.0
 
-    def __mul__(self, times: float) -> "Shares":
-        return Shares(self.fine * times, self.coarse * times)
-
-    def __add__(self, other: "Shares") -> "Shares":
-        return Shares(self.fine + other.fine, self.coarse + other.coarse)
-
     def of(self, change: Tensor) -> Tensor:
         """The shares of a change, ``[..., height, width]``; of any form if both are the same."""
         if self.fine == self.coarse:

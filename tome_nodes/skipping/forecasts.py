@@ -6,8 +6,9 @@ the place of the model (see benchmarks/FIDELITY.md). Such forecasts are common f
 TaylorSeer (arXiv 2503.06923).
 
 The model's next answer shows how far off the forecasts before it were: a point between two answers
-is known better than a point beyond them. That answer is corrected, so that the sampler makes up for
-the error.
+is known better than a point beyond them. What the sampler gets then makes up for the error. Where
+the host tells guided answers, it is they that are corrected: guidance may do more to an answer than
+to scale it, and a corrected answer is not one that the model gives.
 """
 
 from collections import Counter
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .. import reasons
-from .course import STRAIGHT, Course, Shares, course_of
+from .course import STRAIGHT, Course, course_of
 from .skipping import Skipping
 from .steps import (
     FIRST,
@@ -30,6 +31,7 @@ from .steps import (
     first_steps,
     steps_that_run,
 )
+from .trajectory import jumps
 
 _TURN = -0.5
 """Answers turn back where less than this share came of the last change that the line foretold. On
@@ -47,19 +49,41 @@ a shorter run, taking one step fewer changes the picture less than a forecast.""
 
 
 @dataclass(frozen=True, eq=False)
+class Guidance:
+    """Guidance that scales the difference between two answers, as far as can be told.
+
+    Attributes:
+        scale: how many times the difference is added to the second answer.
+        difference: the first answer less the second.
+    """
+
+    scale: float
+    difference: Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class _Answer:
-    """An answer of the model: its step, and the denoised latent."""
+    """An answer of the model, perhaps guided: its step, and the denoised latent."""
 
     step: ForecastStep
     denoised: Tensor
+    guidance: Guidance | None = None
+
+    def guided_as(self, other: Guidance | None) -> Tensor:
+        """The answer with the scale of other guidance, if both scale."""
+        own = self.guidance
+        if own is None or other is None:
+            return self.denoised
+        return self.denoised + (other.scale - own.scale) * own.difference
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Forecast:
-    """A forecast: its step, and how many times the last change was added to the last answer."""
+    """A forecast: its step, and what was added to the last answer."""
 
     step: ForecastStep
-    shares: Shares
+    added: Tensor
+    guidance: Guidance | None = None
 
 
 @dataclass(eq=False)
@@ -100,12 +124,13 @@ class _Line:
         self.forecasts = []
         self.total += 1
 
-    def skip(self, step: ForecastStep, course: Course) -> Shares:
-        """Note that a step is forecast; returns how many times the last change is added."""
+    def forecast(self, step: ForecastStep, course: Course) -> Tensor:
+        """The forecast of a step, which is noted."""
         first, last = self.answers
         shares = course.shares(first.step, last.step, step)
-        self.forecasts.append(_Forecast(step, shares))
-        return shares
+        change = shares.of(last.denoised - first.denoised)
+        self.forecasts.append(_Forecast(step, change))
+        return last.denoised + change
 
     @property
     def turns(self) -> bool:
@@ -131,11 +156,12 @@ class Forecasts(Skipping):
 
     nothing_skipped = "nothing was forecast"
 
-    def __init__(self, ratio: float, streams: Sequence[slice] = ()):
+    def __init__(self, ratio: float, streams: Sequence[slice] = (), sees_guidance: bool = False):
         """Prepare a run.
 
         Args:
             ratio: see :func:`tome_nodes.skipping.steps.steps_that_run`.
+            sees_guidance: whether the host calls :meth:`note_guided` in each step.
             streams: where each stream of a sample is among its numbers, if it has several, such as
                 a video and its sound. There is so little of a sound that it would not show in what
                 is decided by all numbers together.
@@ -144,6 +170,7 @@ class Forecasts(Skipping):
         self.forecast_steps: set[int] = set()
         self._ratio = ratio
         self._streams = streams
+        self._sees_guidance = sees_guidance
         self._lines: dict[Hashable, _Line] = {}
         self._guided: _Line | None = None
         self._latest: ForecastStep | None = None
@@ -151,6 +178,7 @@ class Forecasts(Skipping):
         self._course = STRAIGHT
         self._is_forecast = False
         self._calls_end = False
+        self._guidance: Guidance | None = None
         self._jump_at: int | None = None
         self._noise_rises = False
         self._turns = False
@@ -198,49 +226,60 @@ class Forecasts(Skipping):
             if self._is_forecast:
                 self._reasons[reasons.OTHER_RANKS if may else reasons.CHANGES] += 1
             return None
-        step = self._step
-        self.forecast_steps.add(step.index)
-        first, last = line.answers
-        shares = line.skip(step, self._course)
-        return last.denoised + shares.of(last.denoised - first.denoised)
+        self.forecast_steps.add(self._step.index)
+        return line.forecast(self._step, self._course)
 
     def observe(self, denoised: Tensor, call: Hashable = 0) -> Tensor:
         """Note what the model answered to a call of the current step.
 
         Returns:
-            The answer to use, corrected for the errors of the forecasts before it.
+            The answer to use, corrected for the errors of the forecasts before it unless guided
+            answers are.
         """
         if torch.is_grad_enabled():
             return denoised
         line = self._lines.setdefault(call, _Line())
         # Whoever gets the answer may change it in place.
         new = _Answer(self._step, denoised.clone())
-        correction = _correction(line, self._step, self._course)
-        corrected = denoised if correction is None else correction.added(new.denoised)
+        missing = None if self._sees_guidance else _missing(line, new, self._course)
         line.add(new)
-        return corrected
+        return denoised if missing is None else new.denoised + missing
 
-    def note_guided(self, denoised: Tensor) -> None:
+    def note_guided(self, denoised: Tensor, guidance: Guidance | None = None) -> Tensor:
         """Note the guided answer of the current step, which must not change from then on.
 
         Where a host tells guided answers, they are what shows whether answers turn, or are settled.
+
+        Args:
+            denoised: the answer.
+            guidance: how it was guided, if that was by a scale. Where the scale jumps, the latent
+                moves another way from then on, so the model runs in the next step.
+
+        Returns:
+            The answer to use: corrected for the errors of the forecasts before it, or itself
+            forecast if the step is, and guidance is no scale.
         """
         if torch.is_grad_enabled():
-            return
+            return denoised
+        before, self._guidance = self._guidance, guidance
+        if before is not None and guidance is not None and jumps(before.scale, guidance.scale):
+            self._jump_at = self._step.index
         step, line = self._step, self._guided or _Line(self._streams)
         self._guided = line
-        if step.index not in self.forecast_steps:
-            correction = _correction(line, step, self._course)
-            if correction is not None:
-                denoised = correction.taken_off(denoised)
-            line.add(_Answer(step, denoised))
-        elif len(line.answers) == 2:
-            line.skip(step, self._course)
-
-    def note_jump(self) -> None:
-        """Note that the scale of guidance jumped in the current step, from which on the latent
-        moves another way. The model runs in the next one."""
-        self._jump_at = self._step.index
+        if step.index in self.forecast_steps:
+            if len(line.answers) < 2:
+                return denoised
+            last = line.answers[-1]
+            # What guidance that is no scale makes of forecasts may be far from what it would make
+            # of answers: it may look at the latent, or at how long an answer is.
+            if guidance is None and last.guidance is None:
+                return line.forecast(step, self._course)
+            line.forecasts.append(_Forecast(step, denoised - last.denoised, guidance))
+            return denoised
+        new = _Answer(step, denoised, guidance)
+        missing = _missing(line, new, self._course)
+        line.add(new)
+        return denoised if missing is None else denoised + missing
 
     def clear(self) -> None:
         self._lines, self._guided = {}, None
@@ -343,54 +382,31 @@ def _apart(latent: Tensor, streams: Sequence[slice]) -> list[Tensor]:
     return [flat[:, stream] for stream in streams or (slice(None),)]
 
 
-@dataclass(frozen=True, eq=False)
-class _Correction:
-    """Makes an answer make up for the errors of the forecasts before it.
+def _missing(line: _Line, new: _Answer, course: Course) -> Tensor | None:
+    """What a new answer has to add to make up for the errors of the forecasts before it.
 
-    The forecasts should have been on the way from the answer before them to this one. What they
-    lack is now missing in the sampler's latent. The correction makes the sampler add it to the next
-    latent. The model answered for a latent that lacks it, so the correction also adds what is
-    missing in the answer.
-
-    Attributes:
-        first, last: the two answers that the forecasts were made from.
-        after: times the change from the last answer to this one is added.
-        before: times the change between the two answers before is taken off.
+    The forecasts should have been on the way from the answer before them to the new one. What they
+    lack is now missing in the sampler's latent. An answer with this makes the sampler add it to the
+    next latent. The model answered for a latent that lacks it, so it also holds what is missing in
+    the answer. None if the answer has to stay as it is.
     """
-
-    first: Tensor
-    last: Tensor
-    after: float
-    before: Shares
-
-    def added(self, denoised: Tensor) -> Tensor:
-        """An answer with the correction."""
-        changed = torch.lerp(self.last, denoised, 1 + self.after)
-        return changed.sub_(self.before.of(self.last - self.first))
-
-    def taken_off(self, denoised: Tensor) -> Tensor:
-        """The answer that one with the correction was made from, or a weighted sum of such."""
-        changed = denoised + self.before.of(self.last - self.first)
-        return torch.lerp(self.last, changed, 1 / (1 + self.after))
-
-
-def _correction(line: _Line, now: ForecastStep, course: Course) -> _Correction | None:
-    """The correction of the answer of a step; None if it has to stay as it is."""
+    now = new.step
     if not line.forecasts or now.latent_share is None:
         return None
-    first, last = line.answers
-    after, before = 0.0, Shares()
-    longest = 1 - now.latent_share
+    last = line.answers[-1]
     if now.log_snr - last.step.log_snr < TOO_CLOSE:
         return None
+    missing = torch.zeros_like(new.denoised)
+    longest = 1 - now.latent_share
     for forecast in line.forecasts:
-        kept = forecast.step.latent_share
+        kept, how = forecast.step.latent_share, forecast.guidance
         if kept is None:
             return None
-        after = kept * after + (1 - kept) * course.place(last.step, forecast.step, now)
-        before = before * kept + forecast.shares * (1 - kept)
+        place = course.place(last.step, forecast.step, now)
+        should = torch.lerp(last.guided_as(how), new.guided_as(how), place)
+        error = should - (last.denoised + forecast.added)
+        missing = kept * missing + (1 - kept) * error
         longest = max(longest, 1 - kept)
     # The longest of the steps counts: a step much shorter than one before it would need a change
     # much larger than the error.
-    weight = now.latent_share / longest + course.response
-    return _Correction(first.denoised, last.denoised, weight * after, before * weight)
+    return missing * (now.latent_share / longest + course.response)
