@@ -165,6 +165,23 @@ def test_no_situation_is_changed_more_than_by_fewer_steps(name):
 
 
 @pytest.mark.parametrize(
+    "graph",
+    [
+        Graph("euler", 10, 3.0, False, "CFGZeroStar", "karras", 3.0),
+        Graph("res_multistep", 8, 7.0, True, "CFGZeroStar", "simple", 12.0),
+        Graph("sa_solver", 8, 7.0, True, "CFGNorm", "exponential", 12.0),
+        Graph("dpmpp_2m", 10, 3.0, False, "CFGNorm before guidance", "kl_optimal", 3.0),
+        Graph("ddim", 8, 3.0, True, "TCFG", "beta", 3.0),
+        Graph("res_multistep", 30, 3.0, False, "CFGOverride 0.2 to 0.8 after ours", "beta", 3.0),
+    ],
+    ids=Graph.in_words,
+)
+def test_guidance_that_is_no_scale_or_ends_is_changed_less_than_by_fewer_steps(graph):
+    cell = cells.cell(graph)
+    assert cell.verdict == FORECAST and cell.ratio <= 1
+
+
+@pytest.mark.parametrize(
     ("shift", "scheduler", "steps", "verdict"),
     [
         *((11.0, "simple", 30, FORECAST), (11.0, "beta", 17, FORECAST)),

@@ -26,8 +26,8 @@ def test_the_default_forecasts_steps_and_changes_less_than_as_many_fewer(
     of_all = scene_transformer.held_out
 
     def held_out(of):
-        two = of_all(of)[:2]
-        return two[..., :side, :side] if two.ndim == 4 else two
+        one = of_all(of)[:1]
+        return one[..., :side, :side] if one.ndim == 4 else one
 
     monkeypatch.setattr(scene_transformer, "held_out", held_out)
     monkeypatch.setattr(scene_transformer, "LATENT_SIDE", side)

@@ -13,7 +13,7 @@ from compatibility import table
 from compatibility.neighbours import ALL, BY_NAME
 from compatibility.table import alone, model_of
 from host import compiled, fast, no_free_memory, overridden, preset
-from models.comfyui import UNETS, conditioning, sample
+from models.comfyui import KINDS, UNETS, conditioning, sample
 from test_kjnodes_compile import Compiled, Graphs
 
 from tome_nodes import reasons
@@ -35,7 +35,7 @@ PLANNED = {*range(20)} - planned(20, ends=3.0)
 
 
 def run(model, steps=20, kind="sdxl", **options):
-    return sample(model, UNETS[kind], SIZE, steps=steps, **{"cfg": 4.0, **options})
+    return sample(model, KINDS[kind], SIZE, steps=steps, **{"cfg": 4.0, **options})
 
 
 def shallow_of(patched):
@@ -341,7 +341,7 @@ def test_more_ratio_is_less_work(sdxl, name, most):
 
 @pytest.mark.newest_only
 @pytest.mark.parametrize(
-    ("kind", "node"), [("sdxl", "the host's"), ("sdxl", "KJNodes'"), ("sd15", "the host's")]
+    ("kind", "node"), [("one_level", "the host's"), ("one_level", "KJNodes'")]
 )
 def test_a_compiled_model_has_a_graph_for_whole_steps_and_one_for_shallow_steps(
     models, fresh_compiler, kind, node
