@@ -24,7 +24,7 @@ from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.settings.options import OptionError
 from tools.server import ExecutionFailed, PromptRejected
 
-GRAPHS = 120
+GRAPHS = 200
 OURS = "custom_nodes/tome-nodes/tome_nodes"
 
 
