@@ -20,7 +20,7 @@ large = Shape(Grid(32, 32), 320, 8, (2, 4), torch.float16)
 small = Shape(Grid(8, 8), 64, 1, (2, 2), torch.float16)
 one_cell_high = Shape(Grid(2, 64), 64, 1, (2, 2), torch.float32)
 for target, shapes in {
-    "sm_75": [large],
+    "sm_75": [small],
     "sm_90": [large],
     "gfx942": [small, one_cell_high],
 }.items():
