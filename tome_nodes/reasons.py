@@ -5,7 +5,7 @@ before them. This is all of them, one for each cause, made by a function where a
 goes in.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 _OTHER = "another node or other code"
@@ -284,12 +284,15 @@ def low_ratio(tokens: int, ratio: float) -> Reason:
     return Reason(f"{tokens} tokens are too few for ratio={ratio:g}", "raise it")
 
 
-def levels_left_out(max_downsample: int, shallowest: int) -> Reason:
-    """For a model whose largest feature map with blocks is too small for ``max_downsample``."""
+def levels_left_out(max_downsample: int, shallowest: int, helpful: Sequence[str]) -> Reason:
+    """For a model whose largest feature map with blocks is too small for ``max_downsample``.
+
+    ``helpful`` are the changes that let something merge, in words.
+    """
     return Reason(
         f"max_downsample={max_downsample} leaves out every transformer block: this model's "
         f"start at {shallowest}",
-        "use preset fast, or max_downsample auto under preset custom",
+        ", or ".join(helpful) or _LEAVE_OUT,
     )
 
 

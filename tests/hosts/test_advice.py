@@ -78,6 +78,26 @@ def test_fast_is_advised_only_if_it_saves_enough(models, change_policy, least, h
     assert idle.nothing.endswith("; take preset fast" if has_fast else "; leave ToMe out")
 
 
+@pytest.mark.parametrize(
+    ("side", "ratio", "advice"),
+    [
+        (64, 0.5, "use preset fast, or set max_downsample to auto under preset custom"),
+        (32, 0.5, "set max_downsample to auto under preset custom"),
+        (16, 0.004, "leave ToMe out"),
+    ],
+)
+def test_where_levels_are_left_out_only_what_would_merge_is_advised(models, side, ratio, advice):
+    given = {"kind": "sdxl", "size": (side, side), "steps": 2}
+    options = settings_of("paper", {"ratio": ratio})
+    assert run(models, ToMeConfig(**options), **given).nothing.endswith(f" start at 2; {advice}")
+    for words, changed in (
+        ("fast", settings_of("fast", {"ratio": ratio})),
+        ("auto", {**options, "max_downsample": "auto"}),
+    ):
+        merged = run(models, ToMeConfig(**changed), **given).counts.merged
+        assert bool(merged) == (words in advice)
+
+
 def test_a_merged_run_hears_of_no_change_that_does_not_help(models):
     """To take fewer steps would make it shorter still."""
     line = run(models, "fast", size=(32, 32), steps=4).line

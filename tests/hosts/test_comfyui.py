@@ -452,7 +452,7 @@ def test_a_second_sampler_at_another_size_starts_afresh(sd15, log_messages):
         (
             *({"max_downsample": 1}, "sdxl"),
             "max_downsample=1 leaves out every transformer block: this model's start at 2; "
-            "use preset fast, or max_downsample auto under preset custom",
+            "set max_downsample to auto under preset custom",
         ),
         ({"ratio": 0.004}, "sd15", "192 tokens are too few for ratio=0.004; raise it"),
         (

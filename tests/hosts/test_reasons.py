@@ -75,6 +75,12 @@ def test_a_node_that_runs_the_model_by_itself_is_said_to(models, log_messages, k
     assert in_words(last)[0].startswith("Nothing merged")
 
 
+def test_that_is_also_said_where_nothing_would_merge_anyway(models, log_messages):
+    run(models, "sd15", preset("balanced", min_tokens=10**6), without_blocks, steps=8)
+    (line,) = log_messages()
+    assert reasons.NOT_CALLED.why in line and reasons.NEVER_SHALLOW.why not in line
+
+
 def run(models, kind, config, patch=None, **options):
     model = models(kind) if patch is None else patch(models(kind))
     patched = model if config is None else attach(model, config)

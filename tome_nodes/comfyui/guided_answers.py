@@ -74,6 +74,7 @@ class Latents:
         is_seen = self._where is None or bool(self._where.any())
         self._trajectory = Trajectory() if is_own and is_seen else None
         self._adds_noise = adds_noise(sampler)
+        self._by_parts = "cfgpp" in sampler.replace("_", "")
 
     def begin(self, latent: Tensor, noise: float) -> Tensor | None:
         """Whether a latent of a noise level is where the sampler was led, see ``Trajectory``."""
@@ -86,6 +87,15 @@ class Latents:
         """Note the guided answer to the latest latent."""
         if self._trajectory is not None:
             self._trajectory.note(answer, self._where)
+
+    def note_parts(self, parts: Sequence[Tensor]) -> None:
+        """Note the answers to conditions for the latest latent, of all of it.
+
+        Samplers of CFG++ also step by the one to the negative prompt alone.
+        """
+        if self._by_parts:
+            for part in parts:
+                self.note(part)
 
     def clear(self) -> None:
         """Keep nothing any more."""

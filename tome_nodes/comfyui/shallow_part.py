@@ -76,9 +76,13 @@ class ShallowPart:
         self, executor: WrapperExecutor, model: Any, conds: Any, x_in: Tensor, *others: Any
     ) -> Any:
         """Wrap the answers to some conditions, in a window of the latent or in all of it."""
-        if self._latent is not None and self.shallow_run.obstacle is None:
-            self._where = place_in(x_in, self._latent)
-        return executor(model, conds, x_in, *others)
+        if self._latent is None or self.shallow_run.obstacle is not None:
+            return executor(model, conds, x_in, *others)
+        self._where = place_in(x_in, self._latent)
+        answers = executor(model, conds, x_in, *others)
+        if self._where is None:
+            self._comfy_run.latents.note_parts(answers)
+        return answers
 
     def stop(self, why: reasons.Reason) -> None:
         """Run the rest whole, and drop what is kept: memory may be short."""

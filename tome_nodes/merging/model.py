@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -106,12 +107,28 @@ class PatchedModel(ModelState):
     def _preset_that_merges(self, latent: Grid) -> str:
         """The preset that would merge where this one saves too little; empty if there is none."""
         more = self.config.policy.more
-        if not more:
-            return ""
+        return more if more and self._would_merge(self._under(more), latent) else ""
+
+    def levels_left_out(self, latent: Grid) -> reasons.Reason:
+        """The reason if all blocks are deeper than ``max_downsample``, and which change helps."""
+        others = {
+            "use preset fast": self._under("fast"),
+            "set max_downsample to auto under preset custom": replace(
+                self.config, max_downsample="auto"
+            ),
+        }
+        helpful = [do for do, config in others.items() if self._would_merge(config, latent)]
+        return reasons.levels_left_out(self.max_downsample, self.shallowest, helpful)
+
+    def _under(self, preset: str) -> ToMeConfig:
+        """The settings under another preset."""
         free = {name: getattr(self.config, name) for name in FREE}
-        config = ToMeConfig(**settings_of(more, free))
+        return ToMeConfig(**settings_of(preset, free))
+
+    def _would_merge(self, config: ToMeConfig, latent: Grid) -> bool:
+        """Whether anything would merge under other settings."""
         model = PatchedModel(config, self.family, self.model, Observer())
-        return more if model.too_little(latent) is None else ""
+        return model.too_little(latent) is None and model.saved(latent) != 0
 
     def attentions(self) -> set[Attention]:
         """The attention functions that its blocks will call, as far as the host tells."""

@@ -144,7 +144,7 @@ def make_record(
     if has_gained:
         saved = model.saved(merged.latent)
         gain = gain_of(counts, model.config, begun(), saved, model.shallowest, merged.gpu_waited)
-    unmerged = None if counts.merged else _why_unmerged(model, counts)
+    unmerged = None if counts.merged else _why_unmerged(model, counts, merged.latent)
     if unmerged == reasons.NOT_CALLED and unskipped is not None:
         unskipped = unskipped._replace(reason=unmerged)
     return RunRecord(
@@ -160,8 +160,8 @@ def make_record(
     )
 
 
-def _why_unmerged(model: PatchedModel, counts: Counts) -> reasons.Reason:
+def _why_unmerged(model: PatchedModel, counts: Counts, latent: Grid) -> reasons.Reason:
     obstacle = counts.most_common_reason
     if obstacle is None and model.shallowest > model.max_downsample:
-        obstacle = reasons.levels_left_out(model.max_downsample, model.shallowest)
+        obstacle = model.levels_left_out(latent)
     return obstacle or reasons.NOT_CALLED

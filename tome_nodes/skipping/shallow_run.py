@@ -120,7 +120,12 @@ class ShallowRun(Skipping):
             return self._features.at(keys, self._place) if self.is_shallow else None
 
     def keep(self, keys: Sequence[Hashable], came: Tensor | None) -> None:
-        """Keep what came up in a whole call that has ended well, if all of its evaluation are."""
+        """Keep what came up in a whole call that has ended well, if all of its evaluation are.
+
+        Nothing came up if other code ran in place of the deep blocks.
+        """
+        if came is None:
+            self._why_whole = reasons.NOT_CALLED
         is_kept = self._index >= _FIRST_KEPT and not self.is_shallow and self.obstacle is None
         if came is not None and is_kept:
             with self._lock:
