@@ -104,7 +104,7 @@ class Judge:
 class PictureJudge(Judge):
     """The judge whose model is the UNet of :mod:`benchmarks.fidelity.denoiser`.
 
-    It also judges by LPIPS (the shift-tolerant one, arXiv 2207.13686, on AlexNet).
+    It also judges by LPIPS.
     """
 
     scheduler = "karras"
@@ -127,10 +127,10 @@ class PictureJudge(Judge):
         return empty, prompts, {"crops": self.crops}
 
     def figures(self, pictures: Tensor) -> dict[str, float]:
-        # Pixels from -1 to 1.
-        pairs = [2 * each - 1 for each in (pictures, self.expected)]
-        with torch.no_grad():
-            return {**super().figures(pictures), "lpips": float(_lpips()(*pairs).mean())}
+        return {
+            **super().figures(pictures),
+            "lpips": float(lpips(pictures, self.expected).mean()),
+        }
 
 
 class HighResolutionJudge(PictureJudge):
@@ -148,6 +148,16 @@ class HighResolutionJudge(PictureJudge):
         """One picture, of the first photo."""
         (crop,) = self.crops
         return self._begin, denoiser.prompt(crop.photo)[None], {"crops": [crop]}
+
+
+def lpips(pictures: Tensor, expected: Tensor) -> Tensor:
+    """The LPIPS of each picture (the shift-tolerant one, arXiv 2207.13686, on AlexNet).
+
+    Both are ``[pictures, 3, height, width]`` from 0 to 1.
+    """
+    with torch.no_grad():
+        # Pixels from -1 to 1.
+        return _lpips()(2 * pictures - 1, 2 * expected - 1).flatten()
 
 
 @cache

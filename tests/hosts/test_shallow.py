@@ -2,6 +2,7 @@
 
 import copy
 from functools import partial
+from itertools import product
 
 import comfy.model_management
 import pytest
@@ -77,8 +78,13 @@ def gaps(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("kind", ["sd15", "sdxl", "sdxl_refiner"])
-@pytest.mark.parametrize("merges", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "merges"),
+    [
+        *product(["sd15", "sdxl", "sdxl_refiner"], [True, False]),
+        *[("svd", True), ("x4_upscaler", True)],
+    ],
+)
 def test_with_its_own_deep_features_a_shallow_evaluation_is_the_whole_one(
     models, gaps, kind, merges
 ):

@@ -55,9 +55,6 @@ def test_gaps_of_a_coarse_run_that_begins_with_a_picture_are_equal(count, whole)
     assert sorted(whole_evaluations(0.6, coarse)) == whole
     even = levels(count, begins=0.0)
     assert whole_evaluations(0.6, even) == whole_evaluations(0.6, levels(count))
-    # So they are where each step has two evaluations.
-    twice = [level for level in even for _ in range(2)]
-    assert whole_evaluations(0.6, twice) == whole_evaluations(0.6, levels(2 * count))
 
 
 @pytest.mark.parametrize(
@@ -84,8 +81,22 @@ def test_a_last_step_that_paints_much_is_whole(count, begins, whole):
     assert sorted(whole_evaluations(0.6, levels(count, begins, ends=3.0))) == whole
 
 
+@pytest.mark.parametrize(
+    ("steps", "each", "whole"),
+    [
+        (10, 1, [0, 1, 2, 3, 5, 7]),
+        (10, 2, [0, 1, 2, 3, 5, 7, 9, 13, 15]),
+        (8, 3, [0, 1, 2, 4, 5, 7, 8, 11, 17, 20]),
+    ],
+)
+def test_of_the_evaluations_of_a_step_the_last_are_whole(steps, each, whole):
+    repeated = [level for level in levels(steps) for _ in range(each)]
+    assert sorted(whole_evaluations(0.6, repeated)) == whole
+    assert len(whole) == len(whole_evaluations(0.6, levels(steps * each)))
+
+
 def test_levels_that_are_all_alike_have_a_plan():
-    assert sorted(whole_evaluations(0.6, [5.0] * 8)) == [0, 1, 2, 3, 5]
+    assert sorted(whole_evaluations(0.6, [5.0] * 8)) == [0, 1, 5, 6, 7]
 
 
 ENDS = st.sampled_from([3.0, 7.0])

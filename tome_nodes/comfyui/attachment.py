@@ -30,7 +30,7 @@ from .forecast_part import ForecastPart, sampled_streams
 from .guided_answers import Latents
 from .merging_part import MergingPart, apply_model
 from .model_report import guarded, warn
-from .models import check_forecasts, family_of, is_of_video, is_unet
+from .models import check_forecasts, family_of, is_unet
 from .models.unet import deep_layers
 from .neighbours import KEY
 from .shallow_part import ShallowPart
@@ -226,7 +226,6 @@ class _Attachment:
         return (
             config.forecast
             and config.ratio > 0
-            and not is_of_video(network)
             and bool(deep_layers(network))
             and host_checks.changed_for_forecasts(patcher) is None
         )

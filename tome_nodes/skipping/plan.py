@@ -6,7 +6,8 @@ All constants are from benchmarks/FIDELITY.md.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import groupby
 from math import comb
 
 FIRST = 2
@@ -49,6 +50,9 @@ def whole_evaluations(ratio: float, levels: Sequence[float]) -> frozenset[int]:
     picture than noise, from the second evaluation on. There are fewer whole ones as ``ratio``
     grows; at a ratio of 0, all evaluations are whole.
 
+    Of the evaluations of one step, which have one level, the last are whole: from their answers,
+    samplers make most of the step.
+
     In noise without a picture, below :data:`BLANK`, features hardly change, so most of the
     evaluations there are shallow before any other is.
 
@@ -69,7 +73,16 @@ def whole_evaluations(ratio: float, levels: Sequence[float]) -> frozenset[int]:
     is_even = levels[0] > BEGUN and _is_coarse(levels)
     first = FIRST if is_even and levels[0] > 0 else FORMING
     between = _spread(rest, of_rest, first, order=1 if is_even else 3)
-    return frozenset(begin | {blank + index for index in between} | end)
+    whole = begin | {blank + index for index in between} | end
+    return frozenset({*range(FIRST), *_last_of_steps(whole, levels)})
+
+
+def _last_of_steps(whole: Collection[int], levels: Sequence[float]) -> Iterator[int]:
+    """The last evaluations of each step, as many as are whole; those before the first are left."""
+    for _, each in groupby(range(FIRST, len(levels)), levels.__getitem__):
+        step = [*each]
+        count = sum(index in whole for index in step)
+        yield from step[len(step) - count :]
 
 
 def _is_coarse(levels: Sequence[float]) -> bool:

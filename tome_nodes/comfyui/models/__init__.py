@@ -15,12 +15,6 @@ def is_unet(model: nn.Module) -> bool:
     return isinstance(_known_family(model), ComfyUNet)
 
 
-def is_of_video(model: nn.Module) -> bool:
-    """Whether a UNet makes videos."""
-    family = _known_family(model)
-    return family is not None and any(stack.is_of_video for stack in family.stacks(model))
-
-
 def check_forecasts(model: nn.Module) -> None:
     """Check that the steps of a diffusion model can be forecast.
 
