@@ -346,9 +346,7 @@ def test_more_ratio_is_less_work(sdxl, name, most):
 
 
 @pytest.mark.newest_only
-@pytest.mark.parametrize(
-    ("kind", "node"), [("one_level", "the host's"), ("one_level", "KJNodes'")]
-)
+@pytest.mark.parametrize(("kind", "node"), [("one_level", "the host's"), ("one_level", "KJNodes'")])
 def test_a_compiled_model_has_a_graph_for_whole_steps_and_one_for_shallow_steps(
     models, fresh_compiler, kind, node
 ):
