@@ -492,8 +492,8 @@ def test_the_hosts_compiler_stays_on_where_steps_are_forecast(flux, monkeypatch)
 
 def test_nothing_is_kept_of_a_run(flux, monkeypatch):
     """Even if another node goes on holding a copy of the options."""
-    kept, alive, held = [], [], []
-    observe = forecasts.Forecasts.observe
+    kept, alive, held, differences = [], [], [], []
+    observe, note_guided = forecasts.Forecasts.observe, forecasts.Forecasts.note_guided
 
     def watched(self, denoised, call=0):
         answer = observe(self, denoised, call)
@@ -502,12 +502,17 @@ def test_nothing_is_kept_of_a_run(flux, monkeypatch):
         alive.append(len({id(latent()) for latent in kept if latent() is not None}))
         return answer
 
+    def noted(self, denoised, guidance):
+        differences.append(weakref.ref(guidance.difference))
+        return note_guided(self, denoised, guidance)
+
     def holding(executor, x, timestep, options, *args):
         held.append(options)
         kept.append(weakref.ref(x))
         return executor(x, timestep, options, *args)
 
     monkeypatch.setattr(forecasts.Forecasts, "observe", watched)
+    monkeypatch.setattr(forecasts.Forecasts, "note_guided", noted)
     model = flux.clone()
     model.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "other", holding)
     patched = attach(model, fast())
@@ -515,7 +520,7 @@ def test_nothing_is_kept_of_a_run(flux, monkeypatch):
     sampled(patched)
     gc.collect()
     assert len(held) == 8 and kept and max(alive) <= 4
-    assert not any(latent() is not None for latent in kept)
+    assert differences and not any(latent() is not None for latent in kept + differences)
     assert WrappersMP.CALC_COND_BATCH not in options.get("wrappers", {})
 
 

@@ -178,7 +178,7 @@ class Forecasts(Skipping):
         self._course = STRAIGHT
         self._is_forecast = False
         self._calls_end = False
-        self._guidance: Guidance | None = None
+        self._scale: float | None = None
         self._jump_at: int | None = None
         self._noise_rises = False
         self._turns = False
@@ -261,8 +261,9 @@ class Forecasts(Skipping):
         """
         if torch.is_grad_enabled():
             return denoised
-        before, self._guidance = self._guidance, guidance
-        if before is not None and guidance is not None and jumps(before.scale, guidance.scale):
+        before, now = self._scale, None if guidance is None else guidance.scale
+        self._scale = now
+        if before is not None and now is not None and jumps(before, now):
             self._jump_at = self._step.index
         step, line = self._step, self._guided or _Line(self._streams)
         self._guided = line
