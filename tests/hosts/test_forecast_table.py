@@ -199,6 +199,8 @@ def test_uneven_noise_levels_do_no_harm(shift, scheduler, steps, verdict):
     [
         # The answer that makes up for forecasts is the first with the new scale.
         ("euler", 12, "normal", 3.0, 0.5, 7.0),
+        # The step in which it begins would have been forecast.
+        ("euler", 12, "simple", 3.0, 0.6, 5.0),
         # The next step would have been forecast.
         ("dpmpp_2m", 8, "simple", None, 0.3, 5.0),
     ],

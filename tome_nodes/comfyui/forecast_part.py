@@ -8,8 +8,9 @@ Nothing has to be known about the model.
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ class ForecastPart:
         self._calls_before = self._calls
         self._parts: list[Tensor] = []
         self._parts_before = self._parts
+        self._skipped: list[tuple[Hashable, Callable[[], list[Tensor]]]] = []
         self._was_called = False
         self._answered: int | None = None
         most = float(comfy_run.guider.model_patcher.get_model_object("model_sampling").sigma_max)
@@ -108,7 +110,7 @@ class ForecastPart:
         """Begin the calls of a step; ``latent`` is None if nothing is forecast any more."""
         self._latent = latent
         self._calls_before, self._calls = self._calls, Counter()
-        self._parts_before, self._parts = self._parts, []
+        self._parts_before, self._parts, self._skipped = self._parts, [], []
 
     def _guided(self, answer: Tensor) -> Tensor:
         """Note a guided answer; return what the sampler is to get."""
@@ -118,6 +120,9 @@ class ForecastPart:
             # What came second may have come first before.
             self._forecasts.clear()
         scale = scale_of(kept, parts)
+        if scale is not None and self._skipped and self._forecasts.jumps_to(scale):
+            parts = self._parts = self._run_after_all()
+            answer = kept = torch.lerp(parts[1], parts[0], scale)
         guidance = None if scale is None else Guidance(scale, parts[0] - parts[1])
         corrected = self._forecasts.note_guided(kept, guidance)
         before = self._parts_before
@@ -126,6 +131,17 @@ class ForecastPart:
             self._clear()
         self._comfy_run.latents.note(corrected)
         return answer if corrected is kept else corrected
+
+    def _run_after_all(self) -> list[Tensor]:
+        """Run the calls of a step that was forecast; returns the answers to its conditions.
+
+        Guidance is not asked again, since it may count its calls.
+        """
+        self._forecasts.take_back()
+        answers = [
+            self._forecasts.observe(torch.stack([*run()]), call) for call, run in self._skipped
+        ]
+        return [part.detach().clone() for each in answers for part in each.unbind()]
 
     def calc_cond_batch(
         self,
@@ -148,9 +164,11 @@ class ForecastPart:
         call = *known, self._calls[known]
         found = self._forecasts.predict(call)
         is_whole = x_in.shape == latent.shape
+        run = partial(executor, model, conds, x_in, timestep, model_options)
         if found is None:
-            answers = executor(model, conds, x_in, timestep, model_options)
-            found = self._forecasts.observe(torch.stack([*answers]), call)
+            found = self._forecasts.observe(torch.stack([*run()]), call)
+        elif is_whole:
+            self._skipped.append((call, run))
         # Of windows, guidance gets what is put together. What comes after that is not known.
         # Guidance may change them in place.
         self._parts = [*self._parts, *found.detach().clone().unbind()] if is_whole else []

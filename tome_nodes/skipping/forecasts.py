@@ -245,6 +245,14 @@ class Forecasts(Skipping):
         line.add(new)
         return denoised if missing is None else new.denoised + missing
 
+    def jumps_to(self, scale: float) -> bool:
+        """Whether a scale of guidance is far from that of the step before, see ``note_guided``."""
+        return self._scale is not None and jumps(self._scale, scale)
+
+    def take_back(self) -> None:
+        """Have the current step run after all, although its calls were forecast."""
+        self.forecast_steps.discard(self._step.index)
+
     def note_guided(self, denoised: Tensor, guidance: Guidance | None = None) -> Tensor:
         """Note the guided answer of the current step, which must not change from then on.
 
@@ -253,7 +261,7 @@ class Forecasts(Skipping):
         Args:
             denoised: the answer.
             guidance: how it was guided, if that was by a scale. Where the scale jumps, the latent
-                moves another way from then on, so the model runs in the next step.
+                moves another way from then on, so the model runs in the next step, too.
 
         Returns:
             The answer to use: corrected for the errors of the forecasts before it, or itself
@@ -261,10 +269,9 @@ class Forecasts(Skipping):
         """
         if torch.is_grad_enabled():
             return denoised
-        before, now = self._scale, None if guidance is None else guidance.scale
-        self._scale = now
-        if before is not None and now is not None and jumps(before, now):
+        if guidance is not None and self.jumps_to(guidance.scale):
             self._jump_at = self._step.index
+        self._scale = None if guidance is None else guidance.scale
         step, line = self._step, self._guided or _Line(self._streams)
         self._guided = line
         if step.index in self.forecast_steps:
