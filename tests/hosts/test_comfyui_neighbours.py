@@ -11,7 +11,9 @@ from host import merging, overridden, sample
 from models import comfyui
 from models.comfyui import UNETS
 
+from tome_nodes.comfyui import step_count
 from tome_nodes.comfyui.attachment import attach
+from tome_nodes.comfyui.step_count import noise_level
 from tome_nodes.settings.config import OPTIONS
 
 scopes = pytest.mark.parametrize("scope", OPTIONS["scope"].choices)
@@ -129,6 +131,32 @@ def test_another_thread_may_run_the_unpatched_model_in_the_meantime(sd15, option
     assert len(outputs) == 2
     assert torch.equal(*outputs)
     assert torch.equal(actual, expected)
+
+
+def test_threads_do_not_wait_for_each_other_to_read_the_noise_level(sd15, monkeypatch):
+    """As several GPUs would, where nothing else tells the level."""
+    both, answers = threading.Barrier(2, timeout=10), []
+
+    def read(t):
+        both.wait()
+        return noise_level(t)
+
+    def twice(executor, *args, **kwargs):
+        @torch.no_grad()
+        def evaluate():
+            answers.append(executor(*args, **kwargs))
+
+        other = threading.Thread(target=evaluate)
+        other.start()
+        evaluate()
+        other.join()
+        return answers[0]
+
+    monkeypatch.setattr(step_count, "noise_level", read)
+    theirs = sd15.clone()
+    theirs.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "theirs", twice)
+    sample(attach(theirs, merging()), steps=1)
+    assert len(answers) == 2 and torch.equal(*answers)
 
 
 def test_an_evaluation_may_run_within_another(sd15):

@@ -119,7 +119,7 @@ def test_kept_features_go_on_beside_other_nodes(monkeypatch, name):
     assert table.run(neighbour, patched, "sdxl").isfinite().all()
 
 
-@pytest.mark.parametrize("sampler", ["euler", "dpmpp_2m_sde"])
+@pytest.mark.parametrize("sampler", ["euler", "dpmpp_2m_sde", "euler_cfg_pp"])
 def test_the_planned_steps_are_shallow_and_said_to_be(sdxl, log_messages, sampler):
     patched = attach(sdxl, fast())
     run(patched, sampler=sampler)
@@ -189,7 +189,8 @@ def test_a_prompt_that_changes_in_the_middle_makes_the_next_step_whole(sdxl):
     assert len(PLANNED - shallow_of(patched)) == 1
 
 
-def test_a_latent_that_something_else_changed_under_noise_makes_the_next_step_whole(sdxl):
+@pytest.mark.parametrize("sampler", ["dpmpp_2m_sde", "euler_cfg_pp"])
+def test_a_latent_that_something_else_changed_makes_the_next_step_whole(sdxl, sampler):
     """As a callback of the host may; here before the first of two shallow steps."""
     assert {17, 18} < PLANNED
 
@@ -198,7 +199,7 @@ def test_a_latent_that_something_else_changed_under_noise_makes_the_next_step_wh
             latent.copy_(latent.flip(-1))
 
     patched = attach(sdxl, fast())
-    run(patched, sampler="dpmpp_2m_sde", callback=callback)
+    run(patched, sampler=sampler, callback=callback)
     assert shallow_of(patched) == PLANNED - {17}
 
 

@@ -124,8 +124,10 @@ class MergingPart:
         control.
         """
         network = unwrapped(model.diffusion_model)
+        steps = self._comfy_run.steps
+        level = steps.read(t)
         with self._lock:
-            self._comfy_run.steps.begin_evaluation(t)
+            steps.begin_evaluation(t, level)
             if network not in self._known:
                 self._known[network] = self._met(network, model, shape, t.device)
             known = self._known[network]

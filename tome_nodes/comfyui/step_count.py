@@ -82,27 +82,37 @@ class StepCount:
         # is not known yet whether it is of the first step or of the second.
         asks_once = self._answers == self.done != 1
         self._answers += 1
-        self._begin(t, must_read=not asks_once)
+        self._begin(t, self._read(t, must_read=not asks_once))
         outer, self._is_answering = self._is_answering, True
         try:
             yield
         finally:
             self._is_answering = outer
 
-    def begin_evaluation(self, t: Tensor) -> None:
-        """Begin an evaluation of the model."""
-        if not self._is_answering:
-            self._begin(t)
+    def read(self, t: Tensor) -> float | None:
+        """The noise level of an evaluation of the model; None where it need not be known.
 
-    def _begin(self, t: Tensor, must_read: bool = False) -> None:
+        This waits for the device, so several threads are not to wait for each other here.
+        """
+        return None if self._is_answering else self._read(t, must_read=False)
+
+    def begin_evaluation(self, t: Tensor, level: float | None) -> None:
+        """Begin an evaluation of the model, whose noise level :meth:`read` has told."""
+        if not self._is_answering:
+            self._begin(t, level)
+
+    def _read(self, t: Tensor, must_read: bool) -> float | None:
+        must_read |= self._by_calls or self._run.span.is_partial or not self._is_counted
+        return noise_level(t) if must_read else None
+
+    def _begin(self, t: Tensor, level: float | None) -> None:
         run, device = self._run, t.device
         if self._by_calls:
+            assert level is not None
             self._mark(self.done, device)
-            run.begin(self.done, noise_level(t))
+            run.begin(self.done, level)
             return
         self._gpu = device if device.type in GPUS else None
-        must_read |= run.span.is_partial or not self._is_counted
-        level = noise_level(t) if must_read else None
         if level is not None and not self._is_counted:
             self._index = step_index(self.schedule, level, self._index)
             self._mark(self._index, device)
