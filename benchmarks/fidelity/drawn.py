@@ -144,9 +144,9 @@ def main() -> None:
     own = kept.setdefault(arguments.judge, {}).setdefault(str(arguments.seed), [])
     for number in arguments.again:
         own[number] = None
-    own += [None] * (arguments.cells - len(own))
     for number in range(arguments.cells):
         run = draw(chance, arguments.seed)
+        own += [None] * (number + 1 - len(own))
         if own[number] is None:
             own[number] = cell(painter, run)
             RESULTS.write_text(_written(kept), encoding="utf-8")
