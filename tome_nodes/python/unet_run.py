@@ -8,6 +8,7 @@ of the pipeline, if its timesteps are those of the calls; else it is estimated.
 import math
 from collections.abc import Hashable, Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
@@ -246,7 +247,8 @@ def _known(scheduler: Any) -> tuple[list[float], list[float]]:
     """The timesteps of a scheduler without repetitions, as long as they fall, and their places.
 
     A place is the logarithm of signal to noise. There is none of the last timesteps in some
-    schedulers, and none at all if the scheduler does not tell noise levels.
+    schedulers, and none at all if the scheduler does not tell a noise level for each timestep, as
+    where it asks between its noise levels, too.
     """
     given = getattr(scheduler, "timesteps", None)
     timesteps = [] if given is None else given.tolist()
@@ -261,7 +263,8 @@ def _known(scheduler: Any) -> tuple[list[float], list[float]]:
             found.append(each)
             if index < len(levels) and levels[index] > 0:
                 places.append(-2 * math.log(levels[index]))
-    return found, places if len(places) == len(found) else []
+    is_told = len(places) == len(found) and all(one < other for one, other in pairwise(places))
+    return found, places if is_told else []
 
 
 def _log_snrs(scheduler: Any) -> list[float]:
