@@ -152,6 +152,19 @@ def test_the_model_runs_in_the_step_after_the_scale_of_guidance_jumps():
     assert predicted(kept, at(3, 2.0), ONE) is not None
 
 
+def test_a_step_that_runs_after_all_was_not_forecast():
+    kept = Forecasts(1.0, sees_guidance=True)
+    for index, level, answer in KNOWN:
+        run(kept, at(index, level), answer)
+        kept.note_guided(answer, Guidance(1.0, CHANGE))
+    assert predicted(kept, at(2, 1.0), ONE) is not None and kept.jumps_to(4.0)
+    kept.take_back()
+    kept.observe(ONE)
+    assert not kept.forecast_steps and kept.reason == reasons.CHANGES
+    assert torch.equal(kept.note_guided(ONE, Guidance(4.0, CHANGE)), ONE)
+    assert predicted(kept, at(3, 2.0), ONE) is None
+
+
 def guided_otherwise(answer):
     """By what no scale does."""
     return answer * answer.norm()

@@ -252,6 +252,7 @@ class Forecasts(Skipping):
     def take_back(self) -> None:
         """Have the current step run after all, although its calls were forecast."""
         self.forecast_steps.discard(self._step.index)
+        self._reasons[reasons.CHANGES] += 1
 
     def note_guided(self, denoised: Tensor, guidance: Guidance | None = None) -> Tensor:
         """Note the guided answer of the current step, which must not change from then on.
