@@ -26,6 +26,7 @@ SIDE_BY_SIDE = ("-n", "2", "--dist", "loadgroup")
 BENCHES = {
     "--deep-cache": "benchmarks.fidelity.deep_cache",
     "--drawn": "benchmarks.fidelity.drawn",
+    "--few-steps": "benchmarks.fidelity.few_steps",
     "--fidelity": "benchmarks.fidelity",
     "--forecasts": "benchmarks.forecasts",
     "--picture": "benchmarks.fidelity.off_and_on",
@@ -229,6 +230,7 @@ def _parser() -> argparse.ArgumentParser:
         "--drawn, shallow steps of such a UNet in random cells (stickers or stickers_sd15, "
         "--cells, --seed); "
         "--deep-cache, shallow steps against DeepCache in diffusers (--samplers, --steps); "
+        "--few-steps, forecasts in few steps on other scenes (--only); "
         "--terrain, skipped steps on a UNet that others trained (euler or dpmpp_2m); "
         "--work, how much work is left, counted; "
         "--report, tables of what was measured on a GPU",

@@ -7,6 +7,7 @@ figures than the results. Standard library only.
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -88,6 +89,7 @@ def tables() -> dict[Path, dict[str, str]]:
             "errors": _errors(),
             "shallow": _shallow(),
             "deep cache": _deep_cache(),
+            "few steps": few_steps(),
         },
     }
 
@@ -259,6 +261,36 @@ def _deep_cache() -> str:
         for steps, row in numbers.items()
     )
     return table(("Run", *(f"Interval {each}" for each in intervals)), body)
+
+
+def few_steps(is_short: bool = True) -> str:
+    """Forecasts in few steps against the line, fewer steps and the best cache, by run.
+
+    With the error and the evaluations of all scenes together, unless it is short.
+    """
+    found: Any = json.loads((RESULTS / "few-steps.json").read_text(encoding="utf-8"))
+
+    def cell(run: Mapping[str, Any], name: str | None) -> str:
+        if name is None:
+            return "none runs as seldom"
+        row, fewer = (run["rows"][each] for each in (name, "fewer"))
+        ran = statistics.mean(row["evaluations"])
+        all_together = "" if is_short else f"{row['error']:.4f} in {ran:.3g}"
+        ratios = "" if name == "fewer" else spread(row["scenes"], fewer["scenes"])
+        title = f"{name}: " if name == run["cache"] else ""
+        return title + "; ".join(filter(None, (all_together, ratios)))
+
+    body = (
+        (
+            f"*{run['judge']}*" + (f" under {run['sampler']}" if "sampler" in run else ""),
+            run["steps"],
+            *(cell(run, name) for name in ("ours", "line", run["cache"])),
+            *(() if is_short else (cell(run, "fewer"),)),
+        )
+        for run in found.values()
+    )
+    head = ("Judge", "Steps", "Now", "The line", "Best cache", "Fewer steps")
+    return table(head[:5] if is_short else head, body)
 
 
 def _presets() -> str:

@@ -24,6 +24,7 @@ class Judge:
             attention. None for a UNet, where only a part merges.
         attention: the share of attention in the work of a block, in a model that people use.
         denoise: the share of a schedule that is sampled; less than 1 starts from a picture.
+        seed: what the noise comes from.
         decode: turns what the model paints into pixels from 0 to 1.
     """
 
@@ -32,6 +33,7 @@ class Judge:
     tokens: int | None = None
     attention = 0.0
     denoise = 1.0
+    seed = 0
 
     def __init__(
         self, model: ModelPatcher, steps: int, guidance: float = 3.0, sampler: str = "euler"
@@ -61,7 +63,7 @@ class Judge:
         The noise of a smaller latent is the noise of the full size, averaged.
         """
         empty, prompts, others = self.batch()
-        noise = comfy.sample.prepare_noise(empty, 0)
+        noise = comfy.sample.prepare_noise(empty, self.seed)
         if shrunk > 1:
             # The mean of n independent numbers has a deviation smaller by the root of n.
             noise = F.avg_pool2d(noise, shrunk) * shrunk
@@ -78,7 +80,7 @@ class Judge:
             empty,
             denoise=self.denoise,
             disable_pbar=True,
-            seed=0,
+            seed=self.seed,
         )
 
     def figures(self, pictures: Tensor) -> dict[str, float]:

@@ -33,6 +33,7 @@ HELD_OUT = Path(__file__).with_name("held_out.npz")
 """What is judged: prompts and references of scenes that no model was trained on."""
 PROMPT_SHAPE = (4, 64)
 """Tokens and channels of a prompt: one token for each thing that a caption tells."""
+_PALETTES = 8
 
 FLUX: dict[str, Any] = {
     "in_channels": latents.CHANNELS,
@@ -57,6 +58,19 @@ def held_out(name: str) -> Tensor:
     """An array of :data:`HELD_OUT`, such as ``prompts`` ``[4, 4, 64]``."""
     with np.load(HELD_OUT) as arrays:
         return torch.from_numpy(arrays[name])
+
+
+def prompt(*told: int) -> Tensor:
+    """The prompt ``[4, 64]`` of a caption, in the words of the models' training.
+
+    Args:
+        told: the palette, below 8; how large things are and what fills them, below 3 each; and
+            whether there are letters, 0 or 1.
+    """
+    count, channels = PROMPT_SHAPE
+    chance = torch.Generator().manual_seed(0)
+    words = torch.randn(count, _PALETTES, channels, generator=chance)
+    return words[range(count), list(told)]
 
 
 class Latents(comfy.latent_formats.LatentFormat):

@@ -82,6 +82,6 @@ def best_share(rows: Rows, kind: str) -> float | None:
 
 
 def spread(errors: Sequence[float], others: Sequence[float]) -> str:
-    """The median of errors over others, and the least and the most."""
-    ratios = [error / other for error, other in zip(errors, others, strict=True)]
+    """The median of errors over others that are not zero, and the least and the most."""
+    ratios = [error / other for error, other in zip(errors, others, strict=True) if other]
     return f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
