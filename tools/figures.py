@@ -284,13 +284,20 @@ def few_steps(is_short: bool = True) -> str:
         (
             f"*{run['judge']}*" + (f" under {run['sampler']}" if "sampler" in run else ""),
             run["steps"],
+            _of_scenes(run["rows"]),
             *(cell(run, name) for name in ("ours", "line", run["cache"])),
             *(() if is_short else (cell(run, "fewer"),)),
         )
         for run in found.values()
     )
-    head = ("Judge", "Steps", "Now", "The line", "Best cache", "Fewer steps")
-    return table(head[:5] if is_short else head, body)
+    head = ("Judge", "Steps", "Scenes", "Now", "The line", "Best cache", "Fewer steps")
+    return table(head[:6] if is_short else head, body)
+
+
+def _of_scenes(asked: Mapping[str, Any]) -> str:
+    """How many scenes there are, and in how many of them a step is forecast."""
+    errors = asked["ours"]["scenes"]
+    return f"{sum(map(bool, errors))} of {len(errors)}"
 
 
 def _presets() -> str:

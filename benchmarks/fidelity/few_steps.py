@@ -2,9 +2,9 @@
 
 python3 dev.py bench --few-steps [--only few few_8 image_dpmpp_2m ...]
 
-Each run paints twelve scenes, one by one, which neither the judges have nor the scenes on which the
-rule of ``tome_nodes/skipping/course.py`` was found: other palettes or pairs of references, and
-other noise. Errors are over pixels, from the run of all steps. Results are kept in
+Each run paints twelve scenes or eight, one by one. Neither the judges have them, nor was the rule
+of ``tome_nodes/skipping/course.py`` found on them: they have other palettes or pairs of references,
+and other noise. Errors are over pixels, from the run of all steps. Results are kept in
 benchmarks/results/few-steps.json, and a page is made of them. It takes half an hour on one thread.
 """
 
@@ -34,24 +34,22 @@ from tome_nodes.skipping.course import STRAIGHT  # noqa: E402
 from tools.figures import few_steps  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
-RUNS: Mapping[str, tuple[str, int, Mapping[str, str]]] = {
-    "few": ("few", 4, {}),
-    "few_8": ("few", 8, {}),
-    "few_multistep": ("few_multistep", 8, {}),
-    "image_dpmpp_2m": ("image", 8, {"sampler": "dpmpp_2m"}),
-    "image_res_multistep": ("image", 8, {"sampler": "res_multistep"}),
-    "video_multistep": ("video_multistep", 8, {}),
-    "edit": ("edit", 8, {}),
+RUNS: Mapping[str, tuple[str, int, int, Mapping[str, str]]] = {
+    "few": ("few", 4, 12, {}),
+    "few_8": ("few", 8, 12, {}),
+    "few_multistep": ("few_multistep", 8, 12, {}),
+    "image_dpmpp_2m": ("image", 8, 12, {"sampler": "dpmpp_2m"}),
+    "image_res_multistep": ("image", 8, 12, {"sampler": "res_multistep"}),
+    "video_multistep": ("video_multistep", 8, 8, {}),
+    "edit": ("edit", 8, 8, {}),
 }
-"""Judge, number of steps, and what is changed in the judge."""
-SCENES = 12
-"""As many as there are edits with other colours than the judges' edits have."""
+"""Judge, numbers of steps and scenes (fewer of those that take long), and what is changed."""
 _SEED = 20_000
 """The seed of the first scene's noise; judges have 0, the rule's scenes had seeds below 10,000."""
 
 
 def scene(judge: FlowJudge, index: int) -> FlowJudge:
-    """The judge of one other scene, from 0 to below :data:`SCENES`.
+    """The judge of one other scene, from 0 to below 12.
 
     The judges' scenes have none of the last four palettes, and edits with other colours.
     """
@@ -82,12 +80,12 @@ def compared(name: str) -> dict[str, Any]:
     ``cache`` names the cache with the smallest error of those that ran the model no more often than
     ours over all scenes; None if there is none.
     """
-    of, steps, others = RUNS[name]
+    of, steps, scenes, others = RUNS[name]
     judge: Any = BENCHES[of].make(steps, **others)
     caches = [each for each in BENCHES[of].options(steps) if each.kind == shares.CACHE]
     ours = Option("ours", shares.OURS, preset("balanced"))
     found: dict[str, list[tuple[int, float]]] = {}
-    for index in range(SCENES):
+    for index in range(scenes):
         one = scene(judge, index)
         now = {ours.name: asked(one, ours)}
         with patch.object(forecasts, "course_of", lambda *_: STRAIGHT):
@@ -101,7 +99,7 @@ def compared(name: str) -> dict[str, Any]:
     rows = {
         each: {
             "evaluations": [ran for ran, _ in own],
-            "error": round((sum(error**2 for _, error in own) / SCENES) ** 0.5, 5),
+            "error": round((sum(error**2 for _, error in own) / scenes) ** 0.5, 5),
             "scenes": [round(error, 6) for _, error in own],
         }
         for each, own in found.items()
@@ -129,8 +127,9 @@ def main() -> None:
         path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     parts = [
         "# Few steps, on scenes that no rule was found on: `python3 dev.py bench --few-steps`",
-        f"Of {SCENES} scenes: the error of all together and how often the model ran; then errors "
-        "over those of as many fewer steps, the median of scenes and the least and the most. How "
+        "The error of all scenes together and how often the model ran; then errors "
+        "over those of as many fewer steps, the median of scenes and the least and the most, apart "
+        "from scenes in which no step is forecast, as answers turn back. How "
         "to read this: [FIDELITY](../FIDELITY.md).",
         few_steps(is_short=False),
     ]

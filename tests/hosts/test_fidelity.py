@@ -204,7 +204,7 @@ def test_ours_runs_as_many_whole_steps_in_diffusers_as_deep_cache_would(monkeypa
 
 def test_few_steps_are_judged_on_other_scenes_by_as_many_evaluations(monkeypatch):
     monkeypatch.setattr(scene_transformer, "LATENT_SIDE", 16)
-    monkeypatch.setattr(few_steps, "SCENES", 1)
+    monkeypatch.setitem(few_steps.RUNS, "few", ("few", 4, 1, {}))
     found = few_steps.compared("few")
     rows = found["rows"]
     assert [rows[name]["evaluations"] for name in ("ours", "line", "fewer")] == [[3]] * 3
@@ -217,17 +217,17 @@ def test_other_scenes_are_told_in_the_words_of_training_and_are_no_scene_of_a_ju
     held_out = scene_transformer.held_out("prompts")
     assert torch.equal(scene_transformer.prompt(0, 2, 1, 1), held_out[0])
     judge = judges.BENCHES["few"].make(4)
-    others = [few_steps.scene(judge, index) for index in range(few_steps.SCENES)]
+    others = [few_steps.scene(judge, index) for index in range(12)]
     palettes = {*map(_bytes, held_out[:, 0])}
     assert palettes.isdisjoint(_bytes(other.prompts[0, 0]) for other in others)
-    assert len({_bytes(other.prompts) for other in others}) == few_steps.SCENES
-    assert len({other.seed for other in (judge, *others)}) == few_steps.SCENES + 1
+    assert len({_bytes(other.prompts) for other in others}) == 12
+    assert len({other.seed for other in (judge, *others)}) == 12 + 1
 
 
 def test_other_edits_take_their_colours_from_another_scene_than_the_judges():
     judge = judges.BENCHES["edit"].make(8)
     pairs = set()
-    for index in range(few_steps.SCENES):
+    for index in range(12):
         edit = few_steps.scene(judge, index)
         of, other = (
             next(place for place in range(4) if torch.equal(all_of[place], one[0]))
@@ -236,7 +236,7 @@ def test_other_edits_take_their_colours_from_another_scene_than_the_judges():
         assert of != other
         assert torch.equal(edit.prompts[0], judge.prompts[of])
         pairs.add((of, other))
-    assert len(pairs) == few_steps.SCENES
+    assert len(pairs) == 12
 
 
 def _bytes(tensor):
