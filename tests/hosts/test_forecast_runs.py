@@ -286,6 +286,24 @@ def test_guidance_that_is_no_scale_is_forecast_as_a_whole(models, kind, monkeypa
     assert torch.cosine_similarity(*changes, dim=0) > 0.99
 
 
+def test_a_step_whose_scale_jumps_beside_a_call_that_is_new_is_no_error(flux):
+    """Only some of its calls were forecast."""
+
+    class Apart(comfy.samplers.CFGGuider):
+        def predict_noise(self, x, timestep, model_options={}, seed=None):  # noqa: B006
+            is_new = 0.4 < float(timestep.max()) < 0.6
+            names = "positive", "positive" if is_new else "negative"
+            one, other = (
+                comfy.samplers.calc_cond_batch(
+                    *(self.inner_model, [self.conds[name]], x, timestep, model_options)
+                )[0]
+                for name in names
+            )
+            return torch.lerp(other, one, 9.0 if is_new else 2.0)
+
+    assert guided(attach(flux, fast()), guider=Apart).isfinite().all()
+
+
 class Momentum:
     """Guidance that adds what it keeps from step to step."""
 

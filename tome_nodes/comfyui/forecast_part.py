@@ -120,7 +120,8 @@ class ForecastPart:
             # What came second may have come first before.
             self._forecasts.clear()
         scale = scale_of(kept, parts)
-        if scale is not None and self._skipped and self._forecasts.jumps_to(scale):
+        are_forecast = 0 < len(self._skipped) == self._calls.total()
+        if scale is not None and are_forecast and self._forecasts.jumps_to(scale):
             parts = self._parts = self._run_after_all()
             answer = kept = torch.lerp(parts[1], parts[0], scale)
         guidance = None if scale is None else Guidance(scale, parts[0] - parts[1])
