@@ -161,10 +161,10 @@ class Forecasts(Skipping):
 
         Args:
             ratio: see :func:`tome_nodes.skipping.steps.steps_that_run`.
-            sees_guidance: whether the host calls :meth:`note_guided` in each step.
             streams: where each stream of a sample is among its numbers, if it has several, such as
                 a video and its sound. There is so little of a sound that it would not show in what
                 is decided by all numbers together.
+            sees_guidance: whether the host calls :meth:`note_guided` in each step.
         """
         super().__init__()
         self.forecast_steps: set[int] = set()
