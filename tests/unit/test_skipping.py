@@ -14,6 +14,7 @@ from tome_nodes.skipping.plan import (
     LEAST,
     LONG,
     adds_noise,
+    leaves_grain,
     shortest,
     whole_evaluations,
 )
@@ -95,6 +96,37 @@ def test_of_the_evaluations_of_a_step_the_last_are_whole(steps, each, whole):
     assert len(whole) == len(whole_evaluations(0.6, levels(steps * each)))
 
 
+def coarse_end(count):
+    """As of the scheduler normal."""
+    return [*levels(count - 1, ends=2.5), 7.0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "more"),
+    [
+        (coarse_end(8), {6}),
+        (coarse_end(20), {18}),
+        (coarse_end(5), set()),
+        ([*levels(18, ends=2.5), 3.4, 4.6, 7.0], {18}),
+        ([level for level in coarse_end(8) for _ in range(2)][:-1], {13}),
+        (levels(20), set()),
+        (levels(8, ends=3.0), set()),
+        ([5.0] * 8, set()),
+    ],
+)
+def test_the_step_that_paints_what_is_fine_is_whole_if_noise_is_added(asked, more):
+    whole = whole_evaluations(0.6, asked)
+    assert whole_evaluations(0.6, asked, is_grainy=True) - whole == more
+    assert whole_evaluations(0.6, asked, is_grainy=True) >= whole
+
+
+@given(RATIOS, st.integers(0, 60))
+def test_that_leaves_a_shallow_one_where_one_was(ratio, count):
+    asked = coarse_end(count) if count > 1 else levels(count)
+    some = len(whole_evaluations(ratio, asked)) < count
+    assert (len(whole_evaluations(ratio, asked, is_grainy=True)) < count) == some
+
+
 def test_levels_that_are_all_alike_have_a_plan():
     assert sorted(whole_evaluations(0.6, [5.0] * 8)) == [0, 1, 5, 6, 7]
 
@@ -166,6 +198,11 @@ def test_which_samplers_add_noise():
     smooth = "euler", "heun", "dpm_2", "dpmpp_2m", "uni_pc", "res_multistep", "euler_cfg_pp"
     assert all(adds_noise(name) for name in (*noisy, "euler with s_churn"))
     assert not any(adds_noise(name) for name in smooth)
+
+
+def test_which_samplers_leave_grain():
+    assert all(leaves_grain(name) for name in ("euler_ancestral", "dpmpp_2m_sde_gpu", "lcm"))
+    assert not any(leaves_grain(name) for name in ("euler", "dpmpp_3m_sde", "dpmpp_3m_sde_gpu"))
 
 
 def of(*values):

@@ -15,7 +15,7 @@ from comfy.patcher_extension import WrapperExecutor
 from torch import Tensor
 
 from .. import reasons
-from ..skipping.plan import LEAST_SNR, adds_noise
+from ..skipping.plan import LEAST_SNR
 from ..skipping.shallow_run import ShallowRun
 from ..skipping.steps import log_snr, log_snrs
 from .comfy_run import ComfyRun
@@ -33,8 +33,7 @@ class ShallowPart:
 
     def __init__(self, comfy_run: ComfyRun):
         run = comfy_run.run
-        goes_on = not adds_noise(comfy_run.sampler)
-        self.shallow_run = run.skipping = ShallowRun(run.config.shallow_ratio, goes_on)
+        self.shallow_run = run.skipping = ShallowRun(run.config.shallow_ratio, comfy_run.sampler)
         self._comfy_run = comfy_run
         self._run = run
         self._latent: Tensor | None = None

@@ -71,12 +71,12 @@ class UNetRun:
         self._conditions: list[Hashable] = []
         self._before: list[Hashable] = []
         self._count: int | None = None
-        # To copy under a sampler without noise does more harm than a line under one with noise.
-        goes_on = self._scheduler is None or not adds_noise(_words(self._scheduler))
+        words = _words(self._scheduler)
         self.sampling_run = SamplingRun(config, span)
-        self.shallow = self.sampling_run.skipping = ShallowRun(config.shallow_ratio, goes_on)
+        self.shallow = self.sampling_run.skipping = ShallowRun(config.shallow_ratio, words)
         # Noise that is added is as large as the latent that the model is given.
-        self._latents = CalledLatents() if goes_on and not _clips(self._scheduler) else None
+        is_moved = adds_noise(words) or _clips(self._scheduler)
+        self._latents = None if is_moved else CalledLatents()
 
     def takes(self, timestep: float) -> bool:
         """Whether a call at this timestep belongs to this run."""

@@ -32,17 +32,21 @@ BEGUN = -4.0
 second pass has."""
 
 COARSE = 1.5
-"""Where that logarithm grows by so many times the mean of the run in the last step, the end of the
-run is coarse. It is not under the schedulers karras and exponential."""
+"""A step is coarse where that logarithm grows by so many times the mean of the run in it. Under the
+schedulers karras and exponential, none is at the end of a run."""
 
 LONG = 4.0
-"""Where the last step begins below this, it changes much of the picture, so it is whole."""
+"""Where the last step begins below this, it changes much of the picture, so it is whole. If one
+before it is the last that does, and coarse, it paints what is fine: shallow, it would leave grain
+of the noise that a sampler adds."""
 
 _SHARE = 7 / 6
 """The share of the evaluations behind the fourth that is shallow, over the ratio."""
 
 
-def whole_evaluations(ratio: float, levels: Sequence[float]) -> frozenset[int]:
+def whole_evaluations(
+    ratio: float, levels: Sequence[float], is_grainy: bool = False
+) -> frozenset[int]:
     """The whole ones of the evaluations of a run, from 0; the others are shallow.
 
     They are dense at first: each gap is longer than the one before, and by more each time. If the
@@ -59,6 +63,7 @@ def whole_evaluations(ratio: float, levels: Sequence[float]) -> frozenset[int]:
     Args:
         ratio: the share of the tokens to merge, and of the evaluations to make shallow.
         levels: the logarithm of signal to noise of each evaluation.
+        is_grainy: see :func:`leaves_grain`.
     """
     total = len(levels)
     if total <= LEAST:
@@ -74,7 +79,9 @@ def whole_evaluations(ratio: float, levels: Sequence[float]) -> frozenset[int]:
     first = FIRST if is_even and levels[0] > 0 else FORMING
     between = _spread(rest, of_rest, first, order=1 if is_even else 3)
     whole = begin | {blank + index for index in between} | end
-    return frozenset({*range(FIRST), *_last_of_steps(whole, levels)})
+    plan = frozenset({*range(FIRST), *_last_of_steps(whole, levels)})
+    fine = plan | _last_that_paints(levels)
+    return fine if is_grainy and len(fine) < total else plan
 
 
 def _last_of_steps(whole: Collection[int], levels: Sequence[float]) -> Iterator[int]:
@@ -85,12 +92,19 @@ def _last_of_steps(whole: Collection[int], levels: Sequence[float]) -> Iterator[
         yield from step[len(step) - count :]
 
 
-def _is_coarse(levels: Sequence[float]) -> bool:
-    """Whether the end of a run is coarse, see :data:`COARSE`."""
+def _last_that_paints(levels: Sequence[float]) -> set[int]:
+    """The last evaluation that begins below :data:`LONG`, if its step is coarse."""
+    last = max((index for index, level in enumerate(levels) if level < LONG), default=-1)
+    return {last} if 0 <= last < len(levels) - 1 and _is_coarse(levels, last + 1) else set()
+
+
+def _is_coarse(levels: Sequence[float], index: int = -1) -> bool:
+    """Whether the step that ends where an evaluation begins is coarse, see :data:`COARSE`."""
     steps = sorted({*levels})
-    return len(steps) > 1 and steps[-1] - steps[-2] > COARSE * (steps[-1] - steps[0]) / (
-        len(steps) - 1
-    )
+    end = steps.index(levels[index])
+    if end == 0:
+        return False
+    return steps[end] - steps[end - 1] > COARSE * (steps[-1] - steps[0]) / (len(steps) - 1)
 
 
 def _spread(total: int, shallow: int, first: int, order: int) -> Iterable[int]:
@@ -116,6 +130,14 @@ def shortest(ratio: float) -> int:
 def adds_noise(sampler: str) -> bool:
     """Whether a sampler of this name, ComfyUI's without ``sample_``, adds noise in its steps."""
     return any(word in sampler for word in _NOISY)
+
+
+def leaves_grain(sampler: str) -> bool:
+    """Whether shallow steps leave grain of the noise that a sampler of this name adds.
+
+    A sampler that goes by its last three answers does worse with a whole one among shallow ones.
+    """
+    return adds_noise(sampler) and "_3m_" not in sampler
 
 
 _NOISY = ("ancestral", "sde", "ddpm", "lcm", "tcd", "seeds", "sa_solver", "sasolver", "s_churn")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import reasons
 from .features import Features
-from .plan import FIRST, shortest, whole_evaluations
+from .plan import FIRST, adds_noise, leaves_grain, shortest, whole_evaluations
 from .skipping import Skipping
 
 log = logging.getLogger("tome_nodes")
@@ -30,13 +30,15 @@ class ShallowRun(Skipping):
 
     nothing_skipped = "no step was shallow"
 
-    def __init__(self, ratio: float, goes_on: bool):
-        """``goes_on`` is whether features go on along a line; else the last are copied."""
+    def __init__(self, ratio: float, sampler: str):
+        """``sampler`` is the name of the sampler, and whatever else tells if it adds noise."""
         super().__init__()
         self.is_shallow = False
         self._why_whole = reasons.NEVER_SHALLOW
         self._ratio = ratio
-        self._features = Features(goes_on)
+        self._is_grainy = leaves_grain(sampler)
+        # To copy under a sampler without noise does more harm than a line under one with noise.
+        self._features = Features(goes_on=not adds_noise(sampler))
         self._lock = Lock()
         self._calls: Counter[Hashable] = Counter()
         self._count = 0
@@ -58,7 +60,8 @@ class ShallowRun(Skipping):
 
         ``levels`` are the logarithms of signal to noise of its evaluations.
         """
-        self._count, self._whole = len(levels), whole_evaluations(self._ratio, levels)
+        self._count = len(levels)
+        self._whole = whole_evaluations(self._ratio, levels, self._is_grainy)
 
     def begin(self, index: int, place: float, may_be_shallow: bool) -> None:
         """Begin an evaluation, in which the model may be called several times.
