@@ -109,7 +109,7 @@ def test_a_short_run_of_pictures_goes_along_the_curves_and_makes_up_for_them():
     """One call, with guided answers, as in ComfyUI."""
     generator = torch.Generator().manual_seed(0)
     one, two, four = torch.randn(3, 2, 4, 8, 8, generator=generator).unbind()
-    four = two + 0.5 * (two - one) + 0.1 * four
+    four = two + (two - one) + 0.1 * four
     steps = [
         replace(at(noise, index, count=4), latent_share=share)
         for index, (noise, share) in enumerate(((0.9, 0.9), (0.8, 0.75), (0.6, 0.5), (0.3, 0.0)))

@@ -286,6 +286,21 @@ def test_an_answer_makes_up_for_the_errors_of_the_forecasts_before_it(shares, we
     assert torch.allclose(run(kept, now, answer), expected, atol=1e-6)
 
 
+@pytest.mark.parametrize(("share", "holds"), [(0.0, 0.0), (0.5, 0.0), (24 / 35, 0.4), (0.9, 0.7)])
+def test_an_answer_that_hardly_changed_holds_less_of_an_error(share, holds):
+    """The first sample goes on by a share of the last change, the second by all of it."""
+    others = {"count": 4, "from_noise": False}
+    kept = after(*KNOWN, **others)
+    forecast = predicted(kept, at(2, 0.0, latent_share=0.2, **others), ONE)
+    change = torch.tensor([share, 1.0]).view(2, 1, 1) * CHANGE
+    # The forecast is half way between two answers, and 0.8 of its error is in the latent.
+    lacking = 0.8 * (ONE + CHANGE + change / 2 - forecast)
+    answer = ONE + CHANGE + change
+    expected = answer + torch.tensor([holds, 0.7]).view(2, 1, 1) * lacking
+    corrected = run(kept, at(3, 2.0, latent_share=0.0, **others), answer)
+    assert torch.allclose(corrected, expected, atol=1e-6)
+
+
 def test_an_answer_makes_up_for_a_forecast_once():
     kept = after(*KNOWN, count=8, from_noise=False)
     answers = [ONE + share * CHANGE for share in (3, 4)]

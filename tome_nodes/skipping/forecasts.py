@@ -25,6 +25,7 @@ from .steps import (
     FIRST,
     LEAST_SNR,
     LONG,
+    MANY,
     SHORTEST,
     TOO_CLOSE,
     ForecastStep,
@@ -46,6 +47,11 @@ pictures. It is not settled if the second step is below ``LEAST_SNR``."""
 _SHORTEST_EDIT = 6
 """A settled run that began with noise, like an edit, has forecasts only from this many steps on. In
 a shorter run, taking one step fewer changes the picture less than a forecast."""
+
+_DOUBTFUL = 2.0
+"""In few steps, below ``MANY``, the answer after a forecast holds nothing of an error that is so
+large that the answer changed by less than so many times as much. On judges, it changed by 3.4 times
+as much and more."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -418,4 +424,25 @@ def _missing(line: _Line, new: _Answer, course: Course) -> Tensor | None:
         longest = max(longest, 1 - kept)
     # The longest of the steps counts: a step much shorter than one before it would need a change
     # much larger than the error.
-    return missing * (now.latent_share / longest + course.response)
+    shown: Tensor | float = course.response
+    if now.count < MANY:
+        shown = _shown(new.denoised - last.denoised, missing, course.response)
+    return (missing * (now.latent_share / longest + shown)).to(missing.dtype)
+
+
+def _shown(change: Tensor, error: Tensor, most: float) -> Tensor:
+    """The share of an error in the latent that shows in the answer, at most ``most``.
+
+    The answers of a model that has chosen one of few pictures change no more, whatever is in the
+    latent. A forecast goes on from the last change there, and its error is as large as that.
+
+    Args:
+        change: the change of the answer since the forecast began, ``[batch, ...]``.
+        error: the error, of the same form.
+
+    Returns:
+        float32, with a number for each sample that can be multiplied with the error.
+    """
+    changed, off = (each.float().flatten(1).norm(dim=1) for each in (change, error))
+    share = (changed / off - _DOUBTFUL).nan_to_num(0.0).clamp(0.0, most)
+    return share.view(-1, *[1] * (error.ndim - 1))
