@@ -10,6 +10,7 @@ into ``demo/`` and not installed. It takes half an hour on one thread.
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -35,7 +36,7 @@ from benchmarks.fidelity.shares import spread  # noqa: E402
 from benchmarks.machine import origin  # noqa: E402
 from benchmarks.wheels import wheel  # noqa: E402
 from tome_nodes.python.patch import apply_patch, remove_patch  # noqa: E402
-from tome_nodes.skipping.plan import LEAST, whole_evaluations  # noqa: E402
+from tome_nodes.skipping.plan import leaves_grain, whole_evaluations  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "deep-cache.json"
 PACKAGE = "DeepCache", "0.1.1", "aa4aa5f8e9a2e5a41d59900305c3c86c20834537d0c67bf2d8bb7075618ae48a"
@@ -73,7 +74,7 @@ class Painter:
             requires_safety_checker=False,
         )
         self.pipeline.set_progress_bar_config(disable=True)
-        self._steps = steps
+        self._sampler, self._steps = sampler, steps
 
     def paint(self) -> tuple[Tensor, float]:
         """The pixels ``[8, 3, 128, 128]``, and the multiplications and additions that they took."""
@@ -109,7 +110,7 @@ class Painter:
         """The same with so many whole steps, the others shallow."""
         apply_patch(
             self.pipeline,
-            ratio=ratio_for(whole, self._steps),
+            ratio=ratio_for(whole, self._sampler, self._steps),
             merge_attn=False,
             forecast=True,
         )
@@ -119,14 +120,14 @@ class Painter:
             remove_patch(self.pipeline)
 
 
-def ratio_for(whole: int, steps: int) -> float:
-    """The smallest ratio in percent at which so many of a run's steps are whole."""
-    levels = [float(step) for step in range(steps)]
-    return next(
-        percent / 100
-        for percent in range(96)
-        if len(whole_evaluations(percent / 100, levels)) <= max(whole, LEAST)
-    )
+def ratio_for(whole: int, sampler: str, steps: int) -> float:
+    """The smallest ratio at which so many of a run's steps are whole, or as few as can be."""
+    scheduler = SAMPLERS[sampler]()
+    scheduler.set_timesteps(steps)
+    levels = [-2 * math.log(noise) for noise in scheduler.sigmas.tolist() if noise > 0]
+    ratios = [percent / 100 for percent in range(96)]
+    counts = [len(whole_evaluations(each, levels, leaves_grain(sampler))) for each in ratios]
+    return next(each for each, count in zip(ratios, counts) if count <= max(whole, min(counts)))
 
 
 def compared(sampler: str, steps: int) -> dict[str, Any]:
