@@ -94,34 +94,6 @@ class Ways:
             self.known[function] = try_out(function, self.device, self.dtype)
 
 
-def way_of(
-    tried: Tried, head_channels: int, capable: Capabilities, by_head: bool, may_widen: bool
-) -> Way | None:
-    """The fastest way for an attention function; None if there is none.
-
-    In PyTorch's attention, a mask rules out flash attention. The call then goes to cuDNN, which was
-    faster with a mask than flash with extra channels wherever both were timed, or to a kernel that
-    takes twice as long. Extra channels cost time where the head then needs a larger kernel of
-    flash: from 64 to 96 channels, half as much again.
-
-    Args:
-        tried: the result of trying the function.
-        head_channels: the number of channels of a head.
-        capable: what the device runs.
-        by_head: whether queries and keys come by head, so that extra channels need a copy.
-        may_widen: whether queries and keys can get extra channels.
-    """
-    uses_cudnn = capable.cudnn and head_channels <= _MOST_WITH_CUDNN
-    is_slow = tried.name == _PYTORCH and capable.flash and not (uses_cudnn or by_head)
-    ways = tried.ways
-    if is_slow and head_channels in _HEADS_WITH_ROOM:
-        ways = ways[::-1]
-    for way in ways:
-        if way == "mask" or may_widen:
-            return way
-    return None
-
-
 @dataclass(eq=False)
 class KeyWeights:
     """What merged keys weigh in one attention, or in all self-attentions of a stack.
@@ -188,62 +160,72 @@ def attend(
     if bias is None and other is None and func in weights.masked:
         return func(q, k, v, heads, mask=weights.mask, **kwargs)
     weights.note(None)
-    if other is None:
-        return weighed(weights, func, bias, None, q, k, v, heads, kwargs)
-    given = _mask(weights, bias)
+    if other is not None:
+        given = _mask(weights, bias)
 
-    def ours(
-        q: Tensor, k: Tensor, v: Tensor, heads: int, mask: Tensor | None = None, **kwargs: Any
-    ) -> Tensor:
-        # If the other code passes a mask of its own, it is used as it is.
-        if mask is not None and mask is not given:
-            return func(q, k, v, heads, mask=mask, **kwargs)
-        if not fits(weights, k):
-            weights.note(reasons.CALLED_DIFFERENTLY)
-            return func(q, k, v, heads, mask=bias, **kwargs)
-        return weighed(weights, func, bias, mask, q, k, v, heads, kwargs)
+        def ours(
+            q: Tensor, k: Tensor, v: Tensor, heads: int, mask: Tensor | None = None, **kwargs: Any
+        ) -> Tensor:
+            # If the other code passes a mask of its own, it is used as it is.
+            if mask is not None and mask is not given:
+                return func(q, k, v, heads, mask=mask, **kwargs)
+            if not fits(weights, k):
+                weights.note(reasons.CALLED_DIFFERENTLY)
+                return func(q, k, v, heads, mask=bias, **kwargs)
+            return attend(weights, func, None, bias, q, k, v, heads, kwargs)
 
-    return other(ours, q, k, v, heads, mask=given, **kwargs)
-
-
-def weighed(
-    weights: KeyWeights,
-    func: Attention,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    heads: int,
-    kwargs: dict[str, Any],
-) -> Tensor:
-    """Call ``func`` with the sizes added to its logits, in the way that is fastest for it.
-
-    ``bias`` is the mask without the sizes; ``mask`` is the mask with them, or None to make it.
-    """
-    by_head = bool(kwargs.get("skip_reshape"))
-    head_channels = q.shape[-1] if by_head else q.shape[-1] // heads
-    # Extra channels need as many heads in keys as in queries.
-    same_heads = q.shape[1] == k.shape[1] if by_head else q.shape[2] == k.shape[2]
-    may_widen = bias is None and same_heads
-    ways = weights.ways
-    if func not in ways.known and not torch.compiler.is_compiling():
-        ways.prepare([func])
-    if func not in ways.known:
-        weights.note(reasons.UNTRIED)
-        return func(q, k, v, heads, mask=bias, **kwargs)
-    tried = ways.known[func]
-    way = way_of(tried, head_channels, ways.capable, by_head, may_widen)
+        return other(ours, q, k, v, heads, mask=given, **kwargs)
+    way = _way_of(weights, func, bias, q, k, heads, bool(kwargs.get("skip_reshape")))
     if way == "channels":
         return in_channels(func, weights.ops.widen, weights.sizes, q, k, v, heads, **kwargs)
     if way is None:
-        weights.note(reasons.takes_no_weights(tried.name))
         return func(q, k, v, heads, mask=bias, **kwargs)
-    if mask is None:
-        mask = _mask(weights, bias)
-        if bias is None:
-            weights.masked.add(func)
+    mask = _mask(weights, bias)
+    if bias is None:
+        weights.masked.add(func)
     return func(q, k, v, heads, mask=mask, **kwargs)
+
+
+def _way_of(
+    weights: KeyWeights,
+    func: Attention,
+    bias: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    heads: int,
+    by_head: bool,
+) -> Way | None:
+    """The fastest way for an attention function in a call; None, with a reason, if there is none.
+
+    In PyTorch's attention, a mask rules out flash attention. The call then goes to cuDNN, which was
+    faster with a mask than flash with extra channels wherever both were timed, or to a kernel that
+    takes twice as long. Extra channels cost time where the head then needs a larger kernel of
+    flash: from 64 to 96 channels, half as much again.
+
+    The arguments are those of :func:`attend`; ``by_head`` is whether queries and keys come by head,
+    so that extra channels need a copy.
+    """
+    known, capable = weights.ways.known, weights.ways.capable
+    if func not in known and not torch.compiler.is_compiling():
+        weights.ways.prepare([func])
+    if func not in known:
+        weights.note(reasons.UNTRIED)
+        return None
+    tried = known[func]
+    head_channels = q.shape[-1] if by_head else q.shape[-1] // heads
+    uses_cudnn = capable.cudnn and head_channels <= _MOST_WITH_CUDNN
+    is_slow = tried.name == _PYTORCH and capable.flash and not (uses_cudnn or by_head)
+    ways = tried.ways
+    if is_slow and head_channels in _HEADS_WITH_ROOM:
+        ways = ways[::-1]
+    # Extra channels need as many heads in keys as in queries.
+    same_heads = q.shape[1] == k.shape[1] if by_head else q.shape[2] == k.shape[2]
+    may_widen = bias is None and same_heads
+    for way in ways:
+        if way == "mask" or may_widen:
+            return way
+    weights.note(reasons.takes_no_weights(tried.name))
+    return None
 
 
 def _mask(weights: KeyWeights, bias: Tensor | None) -> Tensor:
