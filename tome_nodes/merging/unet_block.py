@@ -124,7 +124,8 @@ class UNetBlock(Block):
         if by_stack and self._shares_plan and self.merges_only_keys:
             if self._is_first:
                 overrides.append((block, "forward", self._run_block(block.forward)))
-            overrides.append((block.attn1, "forward", self._run_keys_of_stack(block.attn1)))
+            attends = self._run_self_attention(block.attn1, by_stack=True)
+            overrides.append((block.attn1, "forward", attends))
             return overrides
         overrides.append((block, "forward", self.timed(self._run_block(block.forward))))
         if not self.attends_to_itself:
@@ -216,25 +217,23 @@ class UNetBlock(Block):
         return plan.add_change(x, before, y) if self._is_last else y
 
     def _plan_modules(self, shared: StackPass | None, x: Tensor, grid: Grid) -> None:
-        """Plan what merges in its modules, as far as any of them is to merge tokens."""
+        """Plan what merges in its modules, as far as any of them is to merge tokens.
+
+        Where only keys merge, all blocks of the stack have one plan.
+        """
         config, outcome = self.model.config, self.outcome
         if not (config.merge_attn or config.merge_crossattn or config.merge_mlp):
             outcome.reason = reasons.ALL_OFF
             return
-        self._plan = self._plan_of_modules(shared, x, grid)
+        if shared is not None and shared.plan is not None and shared.plan.fits(x):
+            outcome.grid, self._plan = grid, shared.plan
+        else:
+            self._plan = self.plan_of(x, grid, config.policy.keys)
+            if shared is not None and self.merges_only_keys and self._shares_plan:
+                shared.plan = self._plan
         if self._plan is not None:
             # Assume that attention is replaced; our overrides clear this.
             outcome.reason = reasons.ATTENTION_REPLACED
-
-    def _plan_of_modules(self, shared: StackPass | None, x: Tensor, grid: Grid) -> Plan | None:
-        """The plan of what merges in the modules; the plan of the stack where only keys merge."""
-        if shared is not None and shared.plan is not None and shared.plan.fits(x):
-            self.outcome.grid = grid
-            return shared.plan
-        plan = self.plan_of(x, grid, self.model.config.policy.keys)
-        if shared is not None and self.merges_only_keys and self._shares_plan:
-            shared.plan = plan
-        return plan
 
     def _begins_stack(self, *args: Any, **kwargs: Any) -> bool:
         """Whether the block is the first of a stack that can run as one on merged tokens."""
@@ -296,52 +295,44 @@ class UNetBlock(Block):
 
         return module_forward
 
-    def _run_self_attention(self, attention: Any) -> Forward:
+    def _run_self_attention(self, attention: Any, by_stack: bool = False) -> Forward:
+        """The forward of a self-attention whose queries, keys or values merge.
+
+        ``by_stack`` says whether it merges by the plan of its stack, as the block may have no
+        override that plans.
+        """
         config, forward = self.model.config, attention.forward
-        merged = self._with_source(forward)
+        merges_queries = config.attn_tokens == "q,k,v"
 
         def attention_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             outer, plan = self._outer_plan, self._plan
             if outer is not None:
                 return forward(x, *args, **self._weigh(outer, x, args, kwargs))
+            shared = self.stack.current
+            if by_stack and shared is not None and shared.plan is not None:
+                plan = shared.plan
+                self.outcome.entered(x.shape[1])
             if plan is None or not config.merge_attn:
                 return forward(x, *args, **kwargs)
             if not self._takes(plan, x, kwargs, attention, args):
                 return forward(x, *args, **kwargs)
-            return self._attend_on_merged(merged, plan, x, *args, **kwargs)
+            queries, merged = self._merged_arguments(plan, x, *args, **kwargs)
+            result: Tensor = forward(queries, **merged)
+            return plan.unmerge(result) if merges_queries else result
 
         return attention_forward
 
-    def _run_keys_of_stack(self, attention: Any) -> Forward:
-        """The forward of a self-attention whose keys and values merge by the plan of its stack."""
-        forward = attention.forward
-        merged = self._with_source(forward)
-
-        def attention_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            shared = self.stack.current
-            plan = None if shared is None else shared.plan
-            if plan is None:
-                return forward(x, *args, **kwargs)
-            self.outcome.entered(x.shape[1])
-            if not self._takes(plan, x, kwargs, attention, args):
-                return forward(x, *args, **kwargs)
-            return self._attend_on_merged(merged, plan, x, *args, **kwargs)
-
-        return attention_forward
-
-    def _attend_on_merged(
+    def _merged_arguments(
         self,
-        attention: Forward,
         plan: Plan,
         x: Tensor,
         context: Tensor | None = None,
         value: Tensor | None = None,
         **kwargs: Any,
-    ) -> Tensor:
-        """Run self-attention on tokens that are merged before its projections (section 4).
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """The arguments of self-attention, merged before its projections (section 4).
 
         Args:
-            attention: called with ``x``, ``context`` and ``value``, like the host's attention.
             plan: the plan of ``x``. Keys and values merge if it fits their sources.
             x: ``[batch, tokens, channels]``, the source of the queries.
             context: the source of the keys; ``x`` if None.
@@ -349,15 +340,15 @@ class UNetBlock(Block):
             kwargs: passed on, with what weighs the keys.
 
         Returns:
-            ``[batch, tokens, channels]``.
+            The source of the queries, and the keyword arguments. If the host takes a single source
+            for keys and values, it is the one of the values.
         """
-        config = self.model.config
-        queries = plan if config.attn_tokens == "q,k,v" else None
+        config, name = self.model.config, self.calls.source
         fits = (context is None or plan.fits(context)) and (value is None or plan.fits(value))
         own_keys = context is None or context is x
         own_value = None if value is context else value
         tokens = x if context is None else context
-        merged: Tensor | None = None
+        queries: Tensor | None = None if config.attn_tokens == "q,k,v" else x
         if not fits:
             context = tokens
         else:
@@ -368,33 +359,16 @@ class UNetBlock(Block):
                 # As in the paper, keys are plain means that count once.
                 means = context = plan.merge(tokens)
             value = means if own_value is None else plan.merge(own_value)
-            if own_keys:
-                merged = means
+            if own_keys and queries is None:
+                queries = means
         if queries is None:
-            merged = x
-        elif merged is None:
-            merged = queries.merge(x)
-        result: Tensor = attention(merged, context=context, value=value, **kwargs)
-        return result if queries is None else queries.unmerge(result)
-
-    def _with_source(self, forward: Forward) -> Forward:
-        """The forward of a self-attention, to be called with ``x``, ``context`` and ``value``.
-
-        If it takes a single source for keys and values, it gets the source of the values.
-        """
-        name = self.calls.source
+            queries = plan.merge(x)
         if not name:
-            return forward
-
-        def attention(
-            x: Tensor, context: Tensor | None = None, value: Tensor | None = None, **kwargs: Any
-        ) -> Tensor:
-            source = context if value is None else value
-            if source is not None and source is not x:
-                kwargs[name] = source
-            return forward(x, **kwargs)
-
-        return attention
+            return queries, {"context": context, "value": value, **kwargs}
+        source = context if value is None else value
+        if source is not queries:
+            kwargs[name] = source
+        return queries, kwargs
 
     def _weigh(
         self, plan: Plan, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
