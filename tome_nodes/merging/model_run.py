@@ -74,38 +74,35 @@ class ModelRun:
         observer gets the evaluation, unless it raised. Threads wait for each other.
         ``call`` evaluates the model.
         """
-        if not self.may_compile:
-            call = partial(with_graphs_so_far, call)
         # Each attempt is an evaluation of its own.
-        attempt = replace(evaluation)
+        attempt, may_compile = replace(evaluation), self.may_compile
+        why: reasons.Reason | None = None
         try:
-            return self._evaluated(call, attempt)
+            self.begin(attempt)
+            try:
+                answer = call() if may_compile else with_graphs_so_far(call)
+                self.note(attempt)
+            finally:
+                self.end(attempt)
+            return answer
         except Exception as error:
-            self.may_compile = not has_no_more_graphs(error)
-            has_merged = attempt.merges and bool(self.model.overridden_blocks(attempt))
-            may_go_on = has_merged and self.may_compile
-            why = why_stopped(error, self.model.model) if may_go_on else None
-            if why is None and self.may_compile:
-                raise
+            if may_compile and has_no_more_graphs(error):
+                self.may_compile = False
+            else:
+                has_merged = attempt.merges and bool(self.model.overridden_blocks(attempt))
+                why = why_stopped(error, self.model.model) if has_merged else None
+                if why is None:
+                    raise
         # Not in the except block, where the traceback keeps the tensors of the evaluation.
         if why is None:
-            return self._evaluated(partial(with_graphs_so_far, call), replace(evaluation))
+            return self.evaluate(call, evaluation)
         self.stopped = why
         try:
-            answer = self._evaluated(call, replace(evaluation))
+            answer = self.evaluate(call, evaluation)
         except BaseException:
             self.stopped = None
             raise
         log.warning("[ToMe] %s; the rest of this run goes on without merging", why)
-        return answer
-
-    def _evaluated(self, call: Callable[[], Answer], evaluation: Evaluation) -> Answer:
-        self.begin(evaluation)
-        try:
-            answer = call()
-            self.note(evaluation)
-        finally:
-            self.end(evaluation)
         return answer
 
     def evaluate_watched(

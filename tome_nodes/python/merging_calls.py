@@ -54,7 +54,6 @@ class _Untraced(ModelRun):
 
 for _function in (
     ModelRun.evaluate,
-    ModelRun._evaluated,
     ModelRun.evaluate_watched,
     ModelRun.evaluate_shallow,
     ModelRun._without,
