@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops import TORCH, Operations
-from .cells import Cells, CellStrategy, split_cells
+from .cells import Cells, CellStrategy, made_once, split_cells
 from .plan import Grid, Plan
 
 # The most similarities in memory at once; a larger map is matched in pieces.
@@ -15,11 +15,9 @@ _SCORES_AT_ONCE = 2**24
 class BipartiteStrategy(CellStrategy):
     """Each src token may merge into any dst token of the map."""
 
-    def split(self, cells: Cells, picks: Tensor) -> tuple[Tensor, Tensor]:
-        return split_tokens(cells.grid, cells.sy, cells.sx, picks)
-
     def match(self, features: Tensor, cells: Cells, merges: int) -> Plan:
-        src, dst = self.split_of(cells)
+        size = cells.grid, cells.sy, cells.sx
+        src, dst = made_once(self.made, size, lambda: split_tokens(*size, self.picks(cells)))
         return match(features, src, dst, merges, self.ops)
 
 

@@ -1,9 +1,9 @@
 """Base of the strategies that keep one dst token in every cell (paper, section 4.2)."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,13 +42,16 @@ class CellStrategy(Strategy):
     """Merges src tokens into dst tokens, of which every cell has one.
 
     The split into src and dst depends only on the step and the grid, so all blocks of a level share
-    it. Subclasses define :meth:`split` and :meth:`match`.
+    it. Subclasses define :meth:`match`.
+
+    Attributes:
+        made: what is made once for all blocks of a step, by :func:`made_once`.
     """
 
     def __init__(self, config: ToMeConfig, ops: Operations):
         super().__init__(config, ops)
         self._key: Tensor | None = None
-        self._splits: dict[Cells, tuple[Tensor, Tensor]] = {}
+        self.made: dict[Hashable, Any] = {}
 
     @classmethod
     def ratio_cap(cls, config: ToMeConfig, frames: int = 1) -> float:
@@ -60,7 +63,7 @@ class CellStrategy(Strategy):
 
     def begin(self, key: Tensor) -> None:
         self._key = key
-        self._splits = {}
+        self.made = {}
 
     def plan(self, features: Tensor, grid: Grid, ratio: float) -> Plan | None:
         cells, merges = self.cut(grid, ratio)
@@ -91,10 +94,6 @@ class CellStrategy(Strategy):
         """The plan that merges ``merges`` src tokens; None if rounding leaves none to merge."""
         raise NotImplementedError
 
-    def split(self, cells: Cells, picks: Tensor) -> tuple[Tensor, Tensor]:
-        """The src and dst tokens of a grid; ``picks`` says which token of a cell is its dst."""
-        raise NotImplementedError
-
     @property
     def key(self) -> Tensor:
         """The key of this step's random picks, a scalar int64 tensor."""
@@ -102,17 +101,12 @@ class CellStrategy(Strategy):
             raise RuntimeError("begin must come before plan")
         return self._key
 
-    def split_of(self, cells: Cells) -> tuple[Tensor, Tensor]:
-        """The src and dst tokens of a grid in this step."""
-        return made_once(self._splits, cells, lambda: self._new_split(cells))
-
-    def _new_split(self, cells: Cells) -> tuple[Tensor, Tensor]:
+    def picks(self, cells: Cells) -> Tensor:
+        """Which token of each cell is its dst in this step, ``[cells]`` int64."""
         count = cells.count
-        if self.config.use_rand:
-            picks = pick_per_cell(self.key, count.height, count.width, cells.sy * cells.sx)
-        else:
-            picks = self.key.new_zeros(count.tokens)
-        return self.split(cells, picks)
+        if not self.config.use_rand:
+            return self.key.new_zeros(count.tokens)
+        return pick_per_cell(self.key, count.height, count.width, cells.sy * cells.sx)
 
 
 def made_once(made: dict[Key, Value], key: Key, make: Callable[[], Value]) -> Value:

@@ -4,7 +4,7 @@ The cost grows with the number of tokens N instead of N squared. All windows mer
 of tokens, so they do not depend on each other and every shape is static.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,13 +48,6 @@ class WindowStrategy(CellStrategy):
         super().__init__(config, ops)
         self._windows: dict[tuple[Grid, float], Windows] = {}
 
-    def begin(self, key: Tensor) -> None:
-        super().begin(key)
-        self._pieces: dict[tuple[Any, ...], Pieces] = {}
-
-    def split(self, cells: Cells, picks: Tensor) -> tuple[Tensor, Tensor]:
-        return split_windows(cells.grid, cells.sy, cells.sx, picks)
-
     def plan(self, features: Tensor, grid: Grid, ratio: float) -> Plan | None:
         windows = made_once(self._windows, (grid, ratio), lambda: self.windows(grid, ratio))
         if windows.quota == 0:
@@ -64,10 +57,11 @@ class WindowStrategy(CellStrategy):
             if plan is not None:
                 return plan
         cells = windows.cells
-        pieces = made_once(
-            self._pieces,
-            (cells.grid, cells.sy, cells.sx, features.shape),
-            lambda: pieces_of(features, *self.split_of(cells)),
+        size = cells.grid, cells.sy, cells.sx
+        pieces: Pieces = made_once(
+            self.made,
+            (size, features.shape),
+            lambda: pieces_of(features, *split_windows(*size, self.picks(cells))),
         )
         return match_windows(features, pieces, windows.quota, self.ops)
 
