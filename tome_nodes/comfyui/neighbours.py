@@ -25,20 +25,16 @@ def modules_in(options: Mapping[str, Any]) -> Set[str]:
         functions += patches if name.startswith("attn") else ()
     for replaced in options.get("patches_replace", {}).values():
         functions += replaced.values()
-    modules = {_module_of(each) for each in functions if each}
+    modules = map(_module_of, filter(None, functions))
     return {module for module in modules if KEY not in module}
 
 
 def obstacle_in(modules: Set[str]) -> reasons.Reason | None:
     """Why nothing merges beside functions of some modules; None if something may."""
-    return next(
-        (
-            reason
-            for module, reason in IN_THE_WAY.items()
-            if any(other.endswith(module) for other in modules)
-        ),
-        None,
-    )
+    for module, reason in IN_THE_WAY.items():
+        if any(other.endswith(module) for other in modules):
+            return reason
+    return None
 
 
 def short(module: str) -> str:

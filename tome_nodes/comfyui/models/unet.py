@@ -157,15 +157,14 @@ class _StackAttention:
         weights, other = self._shared.keys, self._other
         if other is None and self._stored is not None:
             func = self._stored
-        if weights is None:
-            return attend(None, func, other, mask, q, k, v, heads, kwargs)
-        is_cross = self._is_cross
-        # If a prompt has as many tokens as the stack, its attention is every second one.
-        if self._text_tokens == weights.sizes.shape[1]:
-            self._is_cross = not is_cross
-        if is_cross or mask is not None or not fits(weights, k):
-            return attend(None, func, other, mask, q, k, v, heads, kwargs)
-        return attend(weights, func, other, None, q, k, v, heads, kwargs)
+        if weights is not None:
+            is_cross = self._is_cross
+            # If a prompt has as many tokens as the stack, its attention is every second one.
+            if self._text_tokens == weights.sizes.shape[1]:
+                self._is_cross = not is_cross
+            if is_cross or mask is not None or not fits(weights, k):
+                weights = None
+        return attend(weights, func, other, mask, q, k, v, heads, kwargs)
 
 
 # A later stack may take more arguments than these.
