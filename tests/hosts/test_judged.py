@@ -11,8 +11,8 @@ pytestmark = pytest.mark.newest_only
 
 FORECAST = [
     # Of 20 steps of a video, two more run as noise falls unevenly around them.
-    *(("image", 8, 2, 64), ("image", 20, 10, 64), ("video", 8, 2, 32), ("video", 20, 8, 32)),
-    *(("few", 4, 1, 64), ("few", 8, 2, 64), ("few_multistep", 8, 2, 64)),
+    *(("image", 8, 2, 64), ("image", 20, 10, 32), ("video", 8, 2, 32), ("video", 20, 8, 32)),
+    *(("few", 4, 1, 32), ("few", 8, 2, 32), ("few_multistep", 8, 2, 64)),
     *(("second", 8, 3, 32), ("video_multistep", 8, 2, 32), ("edit", 8, 3, 32), ("edit", 4, 0, 32)),
 ]
 """Judges, steps, how many of them the default forecasts, and the side of latents in cells of four
