@@ -17,6 +17,7 @@ from models.pipelines import (
     make_wan,
     noise,
     sd3,
+    sd3_controlnet,
 )
 
 import tome_nodes
@@ -183,6 +184,38 @@ def test_three_steps_run_before_the_next_forecast_if_prompts_change(make, change
     callback = {"callback_on_step_end": changes, "callback_on_step_end_tensor_inputs": names}
     case(steps=20, sigmas=evenly(20), **callback)
     assert counts.keys() == TWENTY | {6, 7, 8} > TWENTY
+
+
+@pytest.mark.parametrize("part", ["start", "end"])
+def test_three_steps_run_before_the_next_forecast_if_a_controlnet_begins_or_ends(part):
+    """Its residuals are zeros of the same shape outside its range."""
+    case = sd3_controlnet()
+    counts = calls_by_step(case)
+    tome_nodes.apply_patch(case.pipeline, 0.6, preset="balanced")
+    case(steps=20, sigmas=evenly(20), **{f"control_guidance_{part}": 0.5})
+    assert counts.keys() == TWENTY | {10, 11, 12} > TWENTY
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("name", "is_told_by_value"),
+    [
+        *(("encoder_hidden_states", True), ("pooled_projections", True)),
+        *(("controlnet_block_samples", False), ("controlnet_single_block_samples", False)),
+    ],
+)
+def test_what_the_answer_goes_by_has_to_stay_but_the_values_of_control_do_not(
+    case, name, is_told_by_value
+):
+    given = case.called()
+    value = [noise(1, 80, 32)] if "samples" in name else given[name]
+
+    def conditions(scale):
+        scaled = [scale * each for each in value] if isinstance(value, list) else scale * value
+        return flow_call(case.network, (), given | {name: scaled}).conditions
+
+    assert conditions(1) == conditions(1) != conditions(0)
+    assert (conditions(1) != conditions(2)) == is_told_by_value
 
 
 def test_steps_are_counted_where_half_precision_cannot_tell_their_timesteps_apart():

@@ -349,6 +349,19 @@ def sd3() -> Case:
     return _case(kind, transformer, _flow(3.0), none, **POOLED_PROMPTS)
 
 
+def sd3_controlnet() -> Case:
+    case = sd3()
+    plain = {"num_extra_conditioning_channels": 0, "load_weights_from_transformer": False}
+    make = diffusers.SD3ControlNetModel.from_transformer
+    controlnet = lively(make(case.network, num_layers=3, **plain))
+    for layer in controlnet.controlnet_blocks:
+        torch.nn.init.eye_(layer.weight)
+    kind = diffusers.StableDiffusion3ControlNetPipeline
+    vae = make_vae(shift_factor=0.0)
+    pipeline = kind.from_pipe(case.pipeline, controlnet=controlnet, vae=vae)
+    return Case(pipeline, **case.arguments, control_image=picture())
+
+
 def qwen_image() -> Case:
     transformer = diffusers.QwenImageTransformer2DModel(
         in_channels=16, out_channels=4, num_layers=3, **_JOINT, axes_dims_rope=(4, 4, 8)

@@ -26,11 +26,11 @@ def is_anything(tensor: Tensor) -> Tensor:
     return tensor.any().float()
 
 
-def traits(given: Mapping[Any, Any], look_of: Callable[[Any], Look | None]) -> Hashable:
+def traits(given: Mapping[Any, Any], look_of: Callable[[Any], Look]) -> Hashable:
     """What has to stay the same of the arguments of a call, so that the next one is alike.
 
-    ``look_of`` returns how to look at the tensors of an argument of this name or position; None if
-    only their shapes count. The device is waited for once.
+    ``look_of`` returns how to look at the tensors of an argument of this name or position. The
+    device is waited for once.
     """
     seen: list[Tensor] = []
     forms = tuple((name, _form(value, look_of(name), seen)) for name, value in given.items())
@@ -39,10 +39,9 @@ def traits(given: Mapping[Any, Any], look_of: Callable[[Any], Look | None]) -> H
     return forms, *torch.stack([each.to(seen[0].device) for each in seen]).tolist()
 
 
-def _form(value: Any, look: Look | None, seen: list[Tensor]) -> Hashable:
+def _form(value: Any, look: Look, seen: list[Tensor]) -> Hashable:
     if isinstance(value, Tensor):
-        if look is not None:
-            seen.append(look(value))
+        seen.append(look(value))
         return tuple(value.shape)
     if isinstance(value, Mapping):
         return tuple((key, _form(part, look, seen)) for key, part in value.items())

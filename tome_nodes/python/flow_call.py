@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import reasons
-from .arguments import total, traits
+from .arguments import is_anything, total, traits
 
 _FLOWS: Mapping[str, tuple[float, float]] = {
     "FluxTransformer2DModel": (0.0, 1.0),
@@ -37,9 +37,9 @@ Qwen-Image-Layered, or leaves something out, as when Flux.2 keeps the keys of re
 
 _TIMESTEP = ("timestep", "t")
 
-_BY_VALUE = ("encoder_hidden_states", "cap_feats", "guidance")
+_BY_VALUE = ("encoder_hidden_states", "pooled_projections", "cap_feats", "guidance")
 """Arguments whose values stay the same in a run: prompts and guidance. The values of others, such
-as control, may change from step to step."""
+as control, may change from step to step, unless they are 0."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +67,7 @@ class FlowCall:
     def conditions(self) -> Hashable:
         """Everything besides the noise that decides the answer, as far as the call shows."""
         return id(self.network), traits(
-            self.others, lambda name: total if name in _BY_VALUE else None
+            self.others, lambda name: total if name in _BY_VALUE else is_anything
         )
 
     def denoised(self, result: Any, noise: float) -> Tensor:
