@@ -183,6 +183,45 @@ def test_a_pipeline_that_shares_a_model_says_nothing_of_the_other_one(log_messag
     assert not any(reasons.NOT_CALLED.why in line for line in log_messages())
 
 
+STOPPED = [(sd15, UNET, "shallow 1/6 steps"), (flux, TRANSFORMER, "forecast 1/6 steps (4)")]
+
+
+@pytest.mark.parametrize(("make", "options", "words"), STOPPED)
+@pytest.mark.parametrize("way", ["interrupt", "error"])
+def test_a_run_that_stops_after_it_skipped_steps_says_so(make, options, words, way, log_messages):
+    """Before its pipeline returns, or where an error stops it, before the next run."""
+
+    def stop(pipeline, step, timestep, given):
+        if step == 5:
+            pipeline._interrupt = True
+            if way == "error":
+                raise KeyError
+        return {}
+
+    case = make()
+    tome_nodes.apply_patch(case.pipeline, **options)
+    if way == "error":
+        with pytest.raises(KeyError):
+            case(8, callback_on_step_end=stop)
+        case(2)
+    else:
+        case(8, callback_on_step_end=stop)
+    assert sum(words in line for line in log_messages()) == 1
+
+
+def test_a_shallow_run_of_another_scheduler_says_so(log_messages):
+    """How many steps it has is not known, so its end shows only where its pipeline ends."""
+    case = sd15()
+    tome_nodes.apply_patch(case.pipeline, **UNET)
+    config = case.pipeline.scheduler.config
+    scheduler = diffusers.EulerDiscreteScheduler.from_config(config, use_karras_sigmas=True)
+    case.pipeline = type(case.pipeline)(
+        **{**case.pipeline.components, "scheduler": scheduler}, requires_safety_checker=False
+    )
+    case(20)
+    assert "/20 steps" in log_messages()[-1] and "shallow " in log_messages()[-1]
+
+
 def test_freeing_memory_still_resets_a_cache(monkeypatch):
     case = flux()
     tome_nodes.apply_patch(case.pipeline, **TRANSFORMER)

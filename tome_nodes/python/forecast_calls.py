@@ -48,6 +48,9 @@ class ForecastCalls(PatchedCalls):
             raise
         return self._observe(*begun, answer)
 
+    def end_run(self) -> None:
+        self._runs.end()
+
     @torch.compiler.disable
     def _begin(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -92,7 +95,7 @@ class ForecastCalls(PatchedCalls):
             if corrected is not denoised:
                 answer = call.returned(corrected, run.noise, self._kind)
         if run.is_last_step:
-            self._runs.once.report(run.finish)
+            self._runs.report(run)
             if run.is_over:
                 self._runs.end()
         return answer

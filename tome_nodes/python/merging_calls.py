@@ -128,7 +128,7 @@ class MergingCalls(PatchedCalls):
                 return forward(*args, **kwargs)
             answer = self._evaluated(forward, args, kwargs, call)
         except BaseException:
-            self._run = None
+            self.end_run()
             raise
         self._complete(answer)
         return answer
@@ -161,6 +161,11 @@ class MergingCalls(PatchedCalls):
             given = came = None
         # Not in the except block, where the traceback keeps the tensors of the evaluation.
         return merging.evaluate(whole, evaluation)
+
+    def end_run(self) -> None:
+        run, self._run = self._run, None
+        if run is not None and run.counts.skipped_steps:
+            self._report_run(run)
 
     def warn_of_tracing(self) -> None:
         self._warn(reasons.TRACED)
@@ -236,8 +241,7 @@ class MergingCalls(PatchedCalls):
         """The run that a call belongs to, which has begun it."""
         run = self._run
         if run is None or not run.takes(timestep):
-            if run is not None and run.counts.skipped_steps:
-                self._report_run(run)
+            self.end_run()
             run = self._run = UNetRun(self._config, self._span, self._scheduling, self._levels)
             run.shallow.obstacle = self._unets.whole_only(self.network)
         run.begin(sample, timestep, conditions)

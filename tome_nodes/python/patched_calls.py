@@ -39,5 +39,8 @@ class PatchedCalls:
         """The same of a call that is not traced."""
         raise NotImplementedError
 
+    def end_run(self) -> None:
+        """End a sampling run that may still be going on: its pipeline has stopped or returned."""
+
     def warn_of_tracing(self) -> None:
         """Say once that nothing is done in calls that are traced or exported, if that is so."""

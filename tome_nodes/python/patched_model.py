@@ -125,6 +125,9 @@ class NetworkPatch:
 
     def end_run(self) -> None:
         """End a run of the pipeline; if it called no network, say so once."""
+        calls: PatchedCalls | None = getattr(self._of_thread, "calls", None)
+        if calls is not None:
+            calls.end_run()
         if self.context.scheduling.end_run():
             what = "was forecast" if self._host.forecasts else "merged"
             self.once.warn(f"nothing {what}: {reasons.NOT_CALLED}")

@@ -60,6 +60,7 @@ class PipelineRun:
         latents: follows its latents, if steps are forecast.
         noise: the noise level of the latest call.
         call: the number of this call within the step, from 0.
+        is_reported: whether it was reported.
     """
 
     noise: float
@@ -71,6 +72,7 @@ class PipelineRun:
         self.forecasts = Forecasts(config.ratio)
         self.latents = CalledLatents()
         self.call = -1
+        self.is_reported = False
         self._method = method
         # Percents are of the steps, not of the noise, which is left out.
         self._run = SamplingRun(config, Span(config, lambda percent: 1 - percent))
@@ -133,7 +135,8 @@ class PipelineRun:
         return self.is_last_step and self.call + 1 >= self._calls_before
 
     def finish(self) -> RunRecord:
-        """The record of the run."""
+        """The record of the run so far."""
+        self._run.total_steps = self._run.index + 1
         return self._run.record(type(self.scheduler).__name__, Counts())
 
     def _left(self, index: int) -> float:
@@ -180,16 +183,25 @@ class PipelineRuns:
             return method
         run: PipelineRun | None = getattr(self._of_thread, "run", None)
         if run is None or run.timesteps is not scheduler.timesteps:
+            self.end()
             run = self._of_thread.run = PipelineRun(scheduler, method, config)
         return run.begin(call) or run
 
-    def end(self) -> None:
-        """End the run of this thread, of which nothing is kept.
+    def report(self, run: PipelineRun) -> None:
+        """Log what was done in a run, once."""
+        if not run.is_reported:
+            run.is_reported = True
+            self.once.report(run.finish)
 
-        One that stops between two calls of the network, as at an interrupt, is kept until the next
-        begins.
+    def end(self) -> None:
+        """End the run of this thread, of which nothing is kept; if it skipped steps, report it.
+
+        One that an error stops between two calls of the network is kept until the next begins.
         """
+        run: PipelineRun | None = getattr(self._of_thread, "run", None)
         self._of_thread.run = None
+        if run is not None and run.forecasts.forecast_steps:
+            self.report(run)
 
     def warn(self, reason: reasons.Reason) -> None:
         """Log why nothing was forecast, once."""
