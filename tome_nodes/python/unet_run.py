@@ -33,7 +33,8 @@ _CLOSE = 0.01
 evaluation."""
 
 _EVEN = 2.5
-"""Under an unknown scheduler, timesteps fall at most so many times as fast or slowly as before."""
+"""Under an unknown scheduler, timesteps fall at most so many times as fast as before, and an
+evaluation before which they fall that much more slowly is whole."""
 
 _MOST_CALLS = 256
 """So many calls of an evaluation are compared with those of the one before."""
@@ -67,6 +68,7 @@ class UNetRun:
         self._known, self._places = _known(self._scheduler)
         self._levels = levels
         self._times: list[float] = []
+        self._foreseen: Sequence[float] = []
         self._gap = 0.0
         self._conditions: list[Hashable] = []
         self._before: list[Hashable] = []
@@ -83,7 +85,7 @@ class UNetRun:
         gap = self._times[-1] - timestep
         if gap < -_CLOSE:
             return False
-        is_odd = self._gap > 0 and not self._gap / _EVEN <= gap <= self._gap * _EVEN
+        is_odd = 0 < _EVEN * self._gap < gap
         if is_odd and not self.is_known and not self._is_latest(timestep):
             # These are no steps of a sampler, but calls at any noise level.
             return False
@@ -108,6 +110,7 @@ class UNetRun:
         if self._times and self._is_latest(timestep):
             self._see(conditions)
             return
+        before = self._gap
         if self._times:
             self._gap = self._times[-1] - timestep
         self._times.append(timestep)
@@ -116,9 +119,10 @@ class UNetRun:
         run.begin(run.index + 1, timestep)
         # The device is at rest, as the timestep has been read from it.
         run.mark(run.index)
-        if run.index < FIRST:
+        if run.index < FIRST or not self._is_foreseen(timestep):
             self._plan()
-        self.shallow.begin(run.index, self._place(timestep), may_be_shallow=run.is_active)
+        may_be_shallow = run.is_active and (self.is_known or before <= _EVEN * self._gap)
+        self.shallow.begin(run.index, self._place(timestep), may_be_shallow)
         self._look(sample)
         self._see(conditions)
 
@@ -134,6 +138,9 @@ class UNetRun:
             return False
         if self.is_known:
             return self.sampling_run.index >= self._count - 1
+        if self._scheduler is not None:
+            # Its pipeline ends the run.
+            return False
         # The next timestep would be below 0. The last one of some spacings is 0.
         return self._times[-1] < (1 - _ROUNDING) * self._gap
 
@@ -170,7 +177,7 @@ class UNetRun:
             self.shallow.clear()
 
     def _plan(self) -> None:
-        """Plan the run, as far as its first timesteps show how they fall."""
+        """Plan the run, as far as its timesteps show how they fall."""
         times = self._rest()
         self.is_known = bool(times)
         self._count = len(times) or None
@@ -179,14 +186,24 @@ class UNetRun:
         if times and self._place(times[-1]) < LEAST_SNR:
             self.shallow.obstacle = reasons.UNEVEN
         if not times:
-            first, last = self._times[0], self._times[-1]
-            gap = (first - last) / (len(self._times) - 1)
-            self._count = 1 + math.floor(first / gap + _ROUNDING)
-            times = [first - index * gap for index in range(self._count)]
+            last = self._times[-1]
+            left = max(0, math.floor(last / self._gap + _ROUNDING))
+            times = [*self._times, *(last - index * self._gap for index in range(1, left + 1))]
+            self._count = len(times)
+        self._foreseen = times
         self.shallow.plan([self._place(each) for each in times])
+
+    def _is_foreseen(self, timestep: float) -> bool:
+        """Whether the latest timestep is nearer to the one that was planned than half a gap."""
+        index = self.sampling_run.index
+        is_planned = index < len(self._foreseen)
+        return is_planned and abs(self._foreseen[index] - timestep) <= self._gap / 2
 
     def _rest(self) -> Sequence[float]:
         """The timesteps of this run that the scheduler has; none if it has others."""
+        if getattr(self._scheduler, "num_inference_steps", 0) is None:
+            # It was not told the steps, so it has those of training.
+            return []
         seen, known = self._times, self._known
         begins = self._index(seen[0])
         if begins is None:
