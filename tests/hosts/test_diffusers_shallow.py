@@ -350,6 +350,17 @@ def test_a_run_that_a_refiner_goes_on_with_ends_where_it_leaves_off(log_messages
     assert f"/{count} steps" in log_messages()[-1]
 
 
+def test_a_run_may_leave_off_in_noise(log_messages):
+    """Its last step does not paint the picture; a refiner does."""
+    case = of("Euler", sdxl)
+    tome_nodes.apply_patch(case.pipeline, 0.6, preset="fast")
+    seen = watch(case.network)
+    case(STEPS, denoising_end=0.5)
+    assert len(seen) == STEPS // 2
+    assert whole_of(seen) == planned_for(seen) != [*range(STEPS // 2)]
+    assert "shallow 4/10 steps" in log_messages()[-1]
+
+
 def without_guidance(pipeline, step, timestep, given):
     """As diffusers documents it: from now on, the negative prompt is left out."""
     if step != 9:

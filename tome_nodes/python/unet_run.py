@@ -183,7 +183,8 @@ class UNetRun:
         self._count = len(times) or None
         if self.sampling_run.index < FIRST - 1:
             return
-        if times and self._place(times[-1]) < LEAST_SNR:
+        paints = bool(times) and times[-1] == self._known[-1]
+        if paints and self._place(times[-1]) < LEAST_SNR:
             self.shallow.obstacle = reasons.UNEVEN
         if not times:
             last = self._times[-1]
