@@ -75,12 +75,12 @@ def test_the_judge_of_pictures_finds_no_error_in_the_plain_model(monkeypatch):
 
 def test_fewer_merged_steps_are_whole_and_merge_the_same(monkeypatch):
     monkeypatch.setattr(denoiser, "SIDE", 32)
-    judge = pictures.PictureJudge(steps=20, photos=1)
-    names = "fast 0.6", "fast 0.6, 20 steps", "fast 0.6, 10 steps"
-    asked = {option.name: option for option in options.of_other_runs(20)}
+    judge = pictures.PictureJudge(steps=12, photos=1)
+    names = "fast 0.6", "fast 0.6, 12 steps", "fast 0.6, 6 steps"
+    asked = {option.name: option for option in options.of_other_runs(12)}
     rows, _ = fidelity.judged(judge, [asked[name] for name in names])
     both, merged, fewer = (rows[name] for name in names)
-    assert both["evaluations"] == merged["evaluations"] == 20 > fewer["evaluations"] == 10
+    assert both["evaluations"] == merged["evaluations"] == 12 > fewer["evaluations"] == 6
     assert fewer["time"] == pytest.approx(0.5 * merged["time"])
     assert 0.45 * merged["time"] < both["time"] < 0.7 * merged["time"]
     assert 0 < merged["error"] < min(both["error"], fewer["error"])
