@@ -125,9 +125,12 @@ def ratio_for(whole: int, sampler: str, steps: int) -> float:
     scheduler = SAMPLERS[sampler]()
     scheduler.set_timesteps(steps)
     levels = [-2 * math.log(noise) for noise in scheduler.sigmas.tolist() if noise > 0]
-    ratios = [percent / 100 for percent in range(96)]
-    counts = [len(whole_evaluations(each, levels, leaves_grain(sampler))) for each in ratios]
-    return next(each for each, count in zip(ratios, counts) if count <= max(whole, min(counts)))
+    counts = {
+        percent / 100: len(whole_evaluations(percent / 100, levels, leaves_grain(sampler)))
+        for percent in range(96)
+    }
+    most = max(whole, min(counts.values()))
+    return next(ratio for ratio, count in counts.items() if count <= most)
 
 
 def compared(sampler: str, steps: int) -> dict[str, Any]:
