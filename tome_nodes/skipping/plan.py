@@ -60,6 +60,9 @@ def whole_evaluations(
     In noise without a picture, below :data:`BLANK`, features hardly change, so most of the
     evaluations there are shallow before any other is.
 
+    The step that paints what is fine, see :data:`LONG`, is whole besides if it would leave grain,
+    unless it is the only shallow one.
+
     Args:
         ratio: the share of the tokens to merge, and of the evaluations to make shallow.
         levels: the logarithm of signal to noise of each evaluation.
