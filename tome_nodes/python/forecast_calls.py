@@ -95,7 +95,7 @@ class ForecastCalls(PatchedCalls):
             if corrected is not denoised:
                 answer = call.returned(corrected, run.noise, self._kind)
         if run.is_last_step:
-            self._runs.report(run)
+            self._runs.once.report(run.sampling_run, run.finish)
             if run.is_over:
                 self._runs.end()
         return answer

@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 
 from ..run.record import RunRecord
+from ..run.sampling_run import SamplingRun
 
 log = logging.getLogger("tome_nodes")
 
@@ -29,8 +30,11 @@ class LogOnce:
         if self.is_new(line):
             log.warning("[ToMe] %s", line)
 
-    def report(self, finish: Callable[[], RunRecord]) -> None:
-        """Log the record of a run, unless its line is known. An error costs no picture."""
+    def report(self, run: SamplingRun, finish: Callable[[], RunRecord]) -> None:
+        """Log the record of a run once, unless its line is known. An error costs no picture."""
+        if run.is_reported:
+            return
+        run.is_reported = True
         with self.guarded():
             record = finish()
             if self.is_new(record.line):

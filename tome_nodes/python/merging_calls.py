@@ -320,9 +320,7 @@ class MergingCalls(PatchedCalls):
 
     def _report_run(self, run: UNetRun) -> None:
         """Log what was done in a run, once."""
-        if not run.is_reported:
-            run.is_reported = True
-            self._once.report(lambda: run.record(self._name, self._merged))
+        self._once.report(run.sampling_run, lambda: run.record(self._name, self._merged))
 
     @property
     def _name(self) -> str:

@@ -60,7 +60,7 @@ class PipelineRun:
         latents: follows its latents, if steps are forecast.
         noise: the noise level of the latest call.
         call: the number of this call within the step, from 0.
-        is_reported: whether it was reported.
+        sampling_run: its steps.
     """
 
     noise: float
@@ -72,11 +72,10 @@ class PipelineRun:
         self.forecasts = Forecasts(config.ratio)
         self.latents = CalledLatents()
         self.call = -1
-        self.is_reported = False
         self._method = method
         # Percents are of the steps, not of the noise, which is left out.
-        self._run = SamplingRun(config, Span(config, lambda percent: 1 - percent))
-        self._run.skipping = self.forecasts
+        self.sampling_run = SamplingRun(config, Span(config, lambda percent: 1 - percent))
+        self.sampling_run.skipping = self.forecasts
         # One more than there are timesteps, once it was told the steps.
         self._levels: list[float] = scheduler.sigmas.tolist()
         self._schedule: Schedule | None = None
@@ -103,7 +102,7 @@ class PipelineRun:
             return None
         self._calls_before, self.call = self.call + 1, 0
         self._index, self.noise = index, noise
-        run = self._run
+        run = self.sampling_run
         run.begin(index - first, self._left(index))
         # The device is at rest, as the timestep and the prompts have been read from it.
         run.mark(run.index)
@@ -119,15 +118,15 @@ class PipelineRun:
         from_noise = first == 0 and is_noise_alone(levels[0], most=1.0)
         schedule = Schedule(levels[first : self._stop + 1], True, self._method, from_noise)
         self._first, self._schedule = first, schedule
-        self._run.total_steps = self._stop - first
+        self.sampling_run.total_steps = self._stop - first
         left = [self._left(step) for step in range(first, self._stop)]
-        self.forecasts.obstacle = self._run.span.why_none(left) or schedule.obstacle
+        self.forecasts.obstacle = self.sampling_run.span.why_none(left) or schedule.obstacle
         return schedule
 
     @property
     def is_last_step(self) -> bool:
         """Whether the latest call is of the last step."""
-        return self._run.index == self._run.total_steps - 1
+        return self.sampling_run.index == self.sampling_run.total_steps - 1
 
     @property
     def is_over(self) -> bool:
@@ -136,8 +135,8 @@ class PipelineRun:
 
     def finish(self) -> RunRecord:
         """The record of the run so far."""
-        self._run.total_steps = self._run.index + 1
-        return self._run.record(type(self.scheduler).__name__, Counts())
+        self.sampling_run.total_steps = self.sampling_run.index + 1
+        return self.sampling_run.record(type(self.scheduler).__name__, Counts())
 
     def _left(self, index: int) -> float:
         """The share of the sampling that is left at a step."""
@@ -187,12 +186,6 @@ class PipelineRuns:
             run = self._of_thread.run = PipelineRun(scheduler, method, config)
         return run.begin(call) or run
 
-    def report(self, run: PipelineRun) -> None:
-        """Log what was done in a run, once."""
-        if not run.is_reported:
-            run.is_reported = True
-            self.once.report(run.finish)
-
     def end(self) -> None:
         """End the run of this thread, of which nothing is kept; if it skipped steps, report it.
 
@@ -201,7 +194,7 @@ class PipelineRuns:
         run: PipelineRun | None = getattr(self._of_thread, "run", None)
         self._of_thread.run = None
         if run is not None and run.forecasts.forecast_steps:
-            self.report(run)
+            self.once.report(run.sampling_run, run.finish)
 
     def warn(self, reason: reasons.Reason) -> None:
         """Log why nothing was forecast, once."""

@@ -51,7 +51,6 @@ class UNetRun:
         shallow: decides which of them are shallow.
         counts: counts what is done in it.
         is_known: whether the scheduler has the timesteps so far, and so those that follow.
-        is_reported: whether it was reported.
     """
 
     def __init__(self, config: ToMeConfig, span: Span, scheduling: Scheduling, levels: int):
@@ -61,7 +60,6 @@ class UNetRun:
         """
         self.counts = Counts()
         self.is_known = False
-        self.is_reported = False
         self._scheduling = scheduling
         self._scheduler = scheduling.scheduler
         self._given = getattr(self._scheduler, "timesteps", None)

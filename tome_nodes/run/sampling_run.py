@@ -28,6 +28,7 @@ class SamplingRun:
         index: the number of the current step, from 0; -1 before the first.
         noise: the noise level of the current step.
         is_active: whether the settings act in the current step.
+        is_reported: whether a host that ends runs in several places has reported this one.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class SamplingRun:
         self.index = -1
         self.noise = 0.0
         self.is_active = False
+        self.is_reported = False
         self._first_noise: float | None = None
         self._was_active = False
         self._on_step = on_step
