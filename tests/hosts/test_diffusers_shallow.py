@@ -19,7 +19,7 @@ from tome_nodes.python.unet_run import UNetRun
 from tome_nodes.run.span import Span
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.skipping.features import Features
-from tome_nodes.skipping.plan import whole_evaluations
+from tome_nodes.skipping.plan import LEAST_OF_THREE, whole_evaluations
 
 pytestmark = pytest.mark.newest_only
 
@@ -180,6 +180,14 @@ def test_evaluations_are_planned_whatever_the_scheduler(name, log_messages):
     assert count in (STEPS, 2 * STEPS - 1)
     assert whole_of(seen) == planned_for(seen, name)
     assert f"shallow {count - len(whole_of(seen))}/{count} steps" in log_messages()[-1]
+
+
+def test_a_scheduler_that_swings_needs_more_steps(log_messages):
+    case = of("noise in DPM")
+    case.pipeline.scheduler.register_to_config(solver_order=3)
+    tome_nodes.apply_patch(case.pipeline, 0.6, preset="fast")
+    case(LEAST_OF_THREE - 1)
+    assert reasons.too_short_for_shallow(15, 16).why in log_messages()[-1]
 
 
 def test_a_run_merges_and_is_shallow_and_says_both_in_one_line_once(case, caplog):

@@ -26,13 +26,14 @@ from tome_nodes.report.pages import in_words
 from tome_nodes.settings.config import ToMeConfig
 from tome_nodes.skipping import shallow_run
 from tome_nodes.skipping.features import Features
-from tome_nodes.skipping.plan import FIRST, whole_evaluations
+from tome_nodes.skipping.plan import FIRST, LEAST_OF_THREE, whole_evaluations
 
 SIZE = 32, 32
 CACHES = "EasyCache", "LazyCache"
 MEETS = [each.name for each in ALL if not each.is_slow and each.name not in CACHES]
 """The other nodes beside which steps are shallow."""
 PLANNED = {*range(20)} - planned(20, ends=3.0)
+WITHOUT_GRAIN = PLANNED - {18}
 
 
 def run(model, steps=20, kind="sdxl", **options):
@@ -74,7 +75,7 @@ def gaps(monkeypatch):
     monkeypatch.setattr(ModelRun, "evaluate_watched", twice)
     monkeypatch.setattr(Features, "at", lambda *_: None)
     # Neighbours are met in runs that are short.
-    monkeypatch.setattr(shallow_run, "shortest", lambda ratio: 1)
+    monkeypatch.setattr(shallow_run, "shortest", lambda *_: 1)
     return found
 
 
@@ -113,19 +114,35 @@ def test_kept_features_go_on_beside_other_nodes(monkeypatch, name):
     neighbour = BY_NAME[name]
     if isinstance(why := alone("sdxl", neighbour), str):
         pytest.skip(why)
-    monkeypatch.setattr(shallow_run, "shortest", lambda ratio: 1)
+    monkeypatch.setattr(shallow_run, "shortest", lambda *_: 1)
     monkeypatch.setattr(shallow_run, "whole_evaluations", lambda *_: range(FIRST))
     patched = neighbour.patch(attach(model_of("sdxl"), fast()), "sdxl")
     assert table.run(neighbour, patched, "sdxl").isfinite().all()
 
 
-@pytest.mark.parametrize("sampler", ["euler", "dpmpp_2m_sde", "euler_cfg_pp"])
-def test_the_planned_steps_are_shallow_and_said_to_be(sdxl, log_messages, sampler):
+@pytest.mark.parametrize(
+    ("sampler", "shallow"),
+    [
+        ("euler", PLANNED),
+        ("euler_cfg_pp", PLANNED),
+        ("dpmpp_3m_sde", PLANNED),
+        ("dpmpp_2m_sde", WITHOUT_GRAIN),
+    ],
+)
+def test_the_planned_steps_are_shallow_and_said_to_be(sdxl, log_messages, sampler, shallow):
     patched = attach(sdxl, fast())
     run(patched, sampler=sampler)
-    assert shallow_of(patched) == PLANNED
-    assert ", shallow 11/20 steps, " in log_messages()[-1]
-    assert "shallow in 11 of 20 steps" in in_words(last_run(patched))[0]
+    assert shallow_of(patched) == shallow
+    assert f", shallow {len(shallow)}/20 steps, " in log_messages()[-1]
+    assert f"shallow in {len(shallow)} of 20 steps" in in_words(last_run(patched))[0]
+
+
+def test_a_sampler_that_swings_needs_more_steps(sdxl, log_messages):
+    patched, steps = attach(sdxl, fast()), LEAST_OF_THREE - 1
+    run(patched, steps, sampler="dpmpp_3m_sde")
+    assert reasons.too_short_for_shallow(15, 16).why in log_messages()[-1]
+    run(patched, steps, sampler="dpmpp_3m_sde", scheduler="karras")
+    assert "shallow 8/15 steps" in log_messages()[-1]
 
 
 def test_steps_in_noise_without_a_picture_are_shallow_first(sdxl):
@@ -189,18 +206,20 @@ def test_a_prompt_that_changes_in_the_middle_makes_the_next_step_whole(sdxl):
     assert len(PLANNED - shallow_of(patched)) == 1
 
 
-@pytest.mark.parametrize("sampler", ["dpmpp_2m_sde", "euler_cfg_pp"])
-def test_a_latent_that_something_else_changed_makes_the_next_step_whole(sdxl, sampler):
+@pytest.mark.parametrize(
+    ("sampler", "shallow"), [("dpmpp_2m_sde", WITHOUT_GRAIN), ("euler_cfg_pp", PLANNED)]
+)
+def test_a_latent_that_something_else_changed_makes_the_next_step_whole(sdxl, sampler, shallow):
     """As a callback of the host may; here before the first of two shallow steps."""
-    assert {17, 18} < PLANNED
+    assert {16, 17} < shallow
 
     def callback(step, denoised, latent, total):
-        if step == 16:
+        if step == 15:
             latent.copy_(latent.flip(-1))
 
     patched = attach(sdxl, fast())
     run(patched, sampler=sampler, callback=callback)
-    assert shallow_of(patched) == PLANNED - {17}
+    assert shallow_of(patched) == shallow - {16}
 
 
 @pytest.mark.parametrize("moves", [False, True])
@@ -311,9 +330,10 @@ def test_options_that_hold_a_run_may_be_copied(sdxl):
 
 
 @pytest.mark.parametrize(
-    ("sampler", "evaluations"), [("heun", 2), ("dpm_2", 2), ("dpmpp_sde", 2), ("lcm", 1)]
+    ("sampler", "evaluations", "without_grain"),
+    [("heun", 2, 0), ("dpm_2", 2, 0), ("dpmpp_sde", 2, 1), ("lcm", 1, 1)],
 )
-def test_evaluations_are_counted_whatever_the_sampler(sdxl, sampler, evaluations):
+def test_evaluations_are_counted_whatever_the_sampler(sdxl, sampler, evaluations, without_grain):
     answers = []
     patched = attach(sdxl, fast())
 
@@ -331,7 +351,7 @@ def test_evaluations_are_counted_whatever_the_sampler(sdxl, sampler, evaluations
     with hook:
         assert run(patched, 10, sampler=sampler).isfinite().all()
     assert len(answers) in (10 * evaluations, 10 * evaluations - 1)
-    assert len(whole) == len(planned(len(answers)))
+    assert len(whole) == len(planned(len(answers))) + without_grain
 
 
 @pytest.mark.parametrize(("name", "most"), [("balanced", 13), ("fast", 16)])

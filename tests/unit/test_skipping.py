@@ -16,6 +16,7 @@ from tome_nodes.skipping.plan import (
     adds_noise,
     leaves_grain,
     shortest,
+    swings,
     whole_evaluations,
 )
 
@@ -110,8 +111,13 @@ def coarse_end(count):
         ([*levels(18, ends=2.5), 3.4, 4.6, 7.0], {18}),
         ([level for level in coarse_end(8) for _ in range(2)][:-1], {13}),
         (levels(20), set()),
-        (levels(8, ends=3.0), set()),
+        (levels(8, ends=3.0), {6}),
+        (levels(20, ends=3.0), {18}),
+        (levels(5, ends=3.0), set()),
+        ([level for level in levels(10, ends=3.0) for _ in range(2)], {17}),
+        (levels(8, ends=4.0), set()),
         ([5.0] * 8, set()),
+        ([3.0] * 8, set()),
     ],
 )
 def test_the_step_that_paints_what_is_fine_is_whole_if_noise_is_added(asked, more):
@@ -203,6 +209,20 @@ def test_which_samplers_add_noise():
 def test_which_samplers_leave_grain():
     assert all(leaves_grain(name) for name in ("euler_ancestral", "dpmpp_2m_sde_gpu", "lcm"))
     assert not any(leaves_grain(name) for name in ("euler", "dpmpp_3m_sde", "dpmpp_3m_sde_gpu"))
+
+
+@pytest.mark.parametrize(
+    ("sampler", "asked", "expected"),
+    [
+        ("dpmpp_3m_sde_gpu", levels(12, ends=3.0), True),
+        ("dpmpp_3m_sde", coarse_end(12), True),
+        ("dpmpp_3m_sde", levels(12), False),
+        ("dpmpp_2m_sde", coarse_end(12), False),
+        ("dpmpp_3m_sde", [5.0], False),
+    ],
+)
+def test_which_runs_swing(sampler, asked, expected):
+    assert swings(sampler, asked) == expected
 
 
 def of(*values):

@@ -302,7 +302,6 @@ class UNetBlock(Block):
         override that plans.
         """
         config, forward = self.model.config, attention.forward
-        merges_queries = config.attn_tokens == "q,k,v"
 
         def attention_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             outer, plan = self._outer_plan, self._plan
@@ -318,7 +317,7 @@ class UNetBlock(Block):
                 return forward(x, *args, **kwargs)
             queries, merged = self._merged_arguments(plan, x, *args, **kwargs)
             result: Tensor = forward(queries, **merged)
-            return plan.unmerge(result) if merges_queries else result
+            return plan.unmerge(result) if config.merges_queries else result
 
         return attention_forward
 
@@ -348,7 +347,7 @@ class UNetBlock(Block):
         own_keys = context is None or context is x
         own_value = None if value is context else value
         tokens = x if context is None else context
-        queries: Tensor | None = None if config.attn_tokens == "q,k,v" else x
+        queries: Tensor | None = None if config.merges_queries else x
         if not fits:
             context = tokens
         else:

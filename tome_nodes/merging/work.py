@@ -63,7 +63,7 @@ class BlockWork:
         if in_stacks:
             return plain - self.on(few, few, few, few)
         return plain - self.on(
-            few if config.merge_attn and config.attn_tokens == "q,k,v" else tokens,
+            few if config.merge_attn and config.merges_queries else tokens,
             few if config.merge_attn else tokens,
             few if config.merge_crossattn else tokens,
             few if config.merge_mlp else tokens,

@@ -133,7 +133,7 @@ class DiffusersUNets(UNetHost):
         if torch.is_grad_enabled() and unet.is_gradient_checkpointing:
             return reasons.RECOMPUTED
         fused = any(getattr(module, "fused_projections", False) for module in unet.modules())
-        if fused and config.attn_tokens != "q,k,v":
+        if fused and not config.merges_queries:
             return reasons.FUSED
         return None
 

@@ -306,5 +306,8 @@ def _clips(scheduler: Any) -> bool:
 def _words(scheduler: Any) -> str:
     """The name of a scheduler, and what its settings say of the noise that it adds."""
     config = getattr(scheduler, "config", {})
+    algorithm, order = config.get("algorithm_type") or "", config.get("solver_order")
     noisy = "sde" if config.get("stochastic_sampling") else ""
-    return f"{type(scheduler).__name__} {config.get('algorithm_type', '')} {noisy}".lower()
+    # As ComfyUI calls it.
+    three = "dpmpp_3m_sde" if algorithm.startswith("sde") and order == 3 else ""
+    return f"{type(scheduler).__name__} {algorithm} {noisy} {three}".lower()

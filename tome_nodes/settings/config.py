@@ -220,6 +220,11 @@ class ToMeConfig:
         return self.ratio * self.policy.shallow
 
     @property
+    def merges_queries(self) -> bool:
+        """Whether self-attention merges its queries, and not its keys and values alone."""
+        return self.attn_tokens == "q,k,v"
+
+    @property
     def cell_sizes(self) -> tuple[tuple[int, int], ...]:
         """The sizes of a picture's cells to choose from, height and width, the smallest first."""
         return ((self.sy, self.sx), *self.policy.larger_cells)

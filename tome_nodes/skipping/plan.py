@@ -33,12 +33,16 @@ second pass has."""
 
 COARSE = 1.5
 """A step is coarse where that logarithm grows by so many times the mean of the run in it. Under the
-schedulers karras and exponential, none is at the end of a run."""
+scheduler exponential, none is; under karras, only the last ones of a run from noise."""
 
 LONG = 4.0
-"""Where the last step begins below this, it changes much of the picture, so it is whole. If one
-before it is the last that does, and coarse, it paints what is fine: shallow, it would leave grain
-of the noise that a sampler adds."""
+"""Where the last step begins below this, it changes much of the picture, so it is whole. The last
+one before it that begins below this paints what is fine, if the last step does, too, or if it is
+coarse: shallow, it would leave grain of the noise that a sampler adds."""
+
+LEAST_OF_THREE = 16
+"""So many evaluations a run needs to have shallow ones where its sampler swings, see
+:func:`swings`."""
 
 _SHARE = 7 / 6
 """The share of the evaluations behind the fourth that is shallow, over the ratio."""
@@ -96,9 +100,11 @@ def _last_of_steps(whole: Collection[int], levels: Sequence[float]) -> Iterator[
 
 
 def _last_that_paints(levels: Sequence[float]) -> set[int]:
-    """The last evaluation that begins below :data:`LONG`, if its step is coarse."""
-    last = max((index for index, level in enumerate(levels) if level < LONG), default=-1)
-    return {last} if 0 <= last < len(levels) - 1 and _is_coarse(levels, last + 1) else set()
+    """The last evaluation before the last step that paints what is fine, see :data:`LONG`."""
+    limit = min(LONG, levels[-1])
+    last = max((index for index, level in enumerate(levels) if level < limit), default=-1)
+    is_long = levels[-1] < LONG or _is_coarse(levels, last + 1)
+    return {last} if last >= 0 and is_long else set()
 
 
 def _is_coarse(levels: Sequence[float], index: int = -1) -> bool:
@@ -130,6 +136,14 @@ def shortest(ratio: float) -> int:
     return LEAST + 1 + math.floor(0.5 / min(1.0, _SHARE * ratio))
 
 
+def swings(sampler: str, levels: Sequence[float]) -> bool:
+    """Whether a sampler goes by its last three answers and adds noise, and a long step paints.
+
+    ``levels`` are those of the run, at least one.
+    """
+    return _THREE in sampler and bool(_last_that_paints(levels))
+
+
 def adds_noise(sampler: str) -> bool:
     """Whether a sampler of this name, ComfyUI's without ``sample_``, adds noise in its steps."""
     return any(word in sampler for word in _NOISY)
@@ -140,7 +154,8 @@ def leaves_grain(sampler: str) -> bool:
 
     A sampler that goes by its last three answers does worse with a whole one among shallow ones.
     """
-    return adds_noise(sampler) and "_3m_" not in sampler
+    return adds_noise(sampler) and _THREE not in sampler
 
 
+_THREE = "3m_sde"
 _NOISY = ("ancestral", "sde", "ddpm", "lcm", "tcd", "seeds", "sa_solver", "sasolver", "s_churn")

@@ -10,7 +10,15 @@ from torch import Tensor
 
 from .. import reasons
 from .features import Features
-from .plan import FIRST, adds_noise, leaves_grain, shortest, whole_evaluations
+from .plan import (
+    FIRST,
+    LEAST_OF_THREE,
+    adds_noise,
+    leaves_grain,
+    shortest,
+    swings,
+    whole_evaluations,
+)
 from .skipping import Skipping
 
 log = logging.getLogger("tome_nodes")
@@ -35,7 +43,7 @@ class ShallowRun(Skipping):
         super().__init__()
         self.is_shallow = False
         self._why_whole = reasons.NEVER_SHALLOW
-        self._ratio = ratio
+        self._ratio, self._sampler = ratio, sampler
         self._is_grainy = leaves_grain(sampler)
         # To copy under a sampler without noise does more harm than a line under one with noise.
         self._features = Features(goes_on=not adds_noise(sampler))
@@ -61,7 +69,11 @@ class ShallowRun(Skipping):
         ``levels`` are the logarithms of signal to noise of its evaluations.
         """
         self._count = len(levels)
-        self._whole = whole_evaluations(self._ratio, levels, self._is_grainy)
+        ratio = self._ratio
+        if 0 < self._count < LEAST_OF_THREE and swings(self._sampler, levels):
+            ratio = 0.0
+            self._why_whole = reasons.too_short_for_shallow(self._count, LEAST_OF_THREE)
+        self._whole = whole_evaluations(ratio, levels, self._is_grainy)
 
     def begin(self, index: int, place: float, may_be_shallow: bool) -> None:
         """Begin an evaluation, in which the model may be called several times.
