@@ -44,7 +44,6 @@ class ShallowRun(Skipping):
         self.is_shallow = False
         self._why_whole = reasons.NEVER_SHALLOW
         self._ratio, self._sampler = ratio, sampler
-        self._is_grainy = leaves_grain(sampler)
         # To copy under a sampler without noise does more harm than a line under one with noise.
         self._features = Features(goes_on=not adds_noise(sampler))
         self._lock = Lock()
@@ -73,7 +72,7 @@ class ShallowRun(Skipping):
         if 0 < self._count < LEAST_OF_THREE and swings(self._sampler, levels):
             ratio = 0.0
             self._why_whole = reasons.too_short_for_shallow(self._count, LEAST_OF_THREE)
-        self._whole = whole_evaluations(ratio, levels, self._is_grainy)
+        self._whole = whole_evaluations(ratio, levels, leaves_grain(self._sampler))
 
     def begin(self, index: int, place: float, may_be_shallow: bool) -> None:
         """Begin an evaluation, in which the model may be called several times.
