@@ -36,9 +36,9 @@ COARSE = 1.5
 scheduler exponential, none is; under karras, only the last ones of a run from noise."""
 
 LONG = 4.0
-"""Where the last step begins below this, it changes much of the picture, so it is whole. The last
-one before it that begins below this paints what is fine, if the last step does, too, or if it is
-coarse: shallow, it would leave grain of the noise that a sampler adds."""
+"""Where the last step begins below this, it changes much of the picture, so it is whole. Of the
+steps before it, the last that begins below this paints what is fine, if it is coarse or if the last
+step is so long: shallow, it would leave grain of the noise that a sampler adds."""
 
 LEAST_OF_THREE = 16
 """So many evaluations a run needs to have shallow ones where its sampler swings, see
@@ -137,9 +137,9 @@ def shortest(ratio: float) -> int:
 
 
 def swings(sampler: str, levels: Sequence[float]) -> bool:
-    """Whether a sampler goes by its last three answers and adds noise, and a long step paints.
+    """Whether a sampler adds noise and goes by its last three answers, with long steps at the end.
 
-    ``levels`` are those of the run, at least one.
+    Its results then swing in few steps. ``levels`` are those of the run, at least one.
     """
     return _THREE in sampler and bool(_last_that_paints(levels))
 
