@@ -1,13 +1,14 @@
 """Which evaluations are whole, and what goes on in the others."""
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
+from common import relative_error
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tome_nodes.skipping.features import DAMPING, Features
+from tome_nodes.skipping.features import FIRST_SHARE, Features
 from tome_nodes.skipping.plan import (
     FIRST,
     FORMING,
@@ -230,17 +231,55 @@ def of(*values):
     return torch.tensor(values).view(-1, 1, 1, 1)
 
 
-def test_features_go_on_along_half_of_a_line():
-    features = Features(goes_on=True)
+def test_features_go_on_as_far_along_a_line_as_they_came_straight():
+    features = Features()
     features.keep(["a", "b"], 1.0, of(2.0, 5.0))
     assert torch.equal(features.at(["b", "a"], 3.0), of(5.0, 2.0))
+    # How straight they come is not known yet.
     features.keep(["a", "b"], 2.0, of(3.0, 3.0))
-    assert torch.equal(features.at(["a", "b"], 3.0), of(3 + DAMPING, 3 - 2 * DAMPING))
-    assert torch.equal(features.at(["a", "b"], 9.0), of(4.0, 1.0))
+    assert torch.equal(features.at(["a", "b"], 3.0), of(3 + FIRST_SHARE, 3 - 2 * FIRST_SHARE))
+    # The first goes on, the second turns back.
+    features.keep(["a", "b"], 4.0, of(4.0, 4.0))
+    assert torch.equal(features.at(["a", "b"], 5.0), of(4.5, 4.0))
+    # But never further than the last two are apart.
+    assert torch.equal(features.at(["a", "b"], 99.0), of(5.0, 4.0))
+
+
+@given(
+    st.lists(st.floats(0.1, 3.0), min_size=3, max_size=3),
+    st.sampled_from([torch.float32, torch.float16]),
+    st.integers(0, 1000),
+)
+def test_each_sample_goes_on_by_the_share_of_its_change_along_the_line(distances, dtype, seed):
+    draw = torch.Generator().manual_seed(seed)
+    first, last, now = torch.randn(3, 2, 64, 8, 8, generator=draw).mul(4000).to(dtype)
+    # The second sample comes almost straight, and norms of half precision overflow.
+    now[1] = (2 * last - first)[1] + 5
+    places = [0.0, *accumulate(distances)]
+    features = Features()
+    for place, each in zip(places, (first, last, now), strict=False):
+        features.keep(["a"], place, each)
+    found = features.at(["a"], places[3])
+    for index in range(2):
+        one, two, three = (each[index].double() for each in (first, last, now))
+        line, change = two - one, three - two
+        across = change - (change * line).sum() / line.square().sum() * line
+        share = 1 - float(across.square().sum() / change.square().sum())
+        turns_back = bool((change * line).sum() < 0)
+        along = 0.0 if turns_back else min(1.0, share * distances[2] / distances[1])
+        error = relative_error(found[index].double(), three + along * change)
+        assert error < (1e-5 if dtype == torch.float32 else 3e-3)
+
+
+def test_features_that_stay_go_nowhere():
+    features = Features()
+    for place in range(3):
+        features.keep(["a"], float(place), of(2.0))
+    assert torch.equal(features.at(["a"], 5.0), of(2.0))
 
 
 def test_features_of_a_condition_that_was_left_out_are_too_old():
-    features = Features(goes_on=True)
+    features = Features()
     features.keep(["a", "b"], 1.0, of(2.0, 5.0))
     features.keep(["a"], 2.0, of(3.0))
     assert features.at(["a"], 3.0) is not None
@@ -249,7 +288,7 @@ def test_features_of_a_condition_that_was_left_out_are_too_old():
 
 
 def test_features_of_what_does_not_come_again_are_dropped():
-    features = Features(goes_on=True)
+    features = Features()
     kept = []
     for step in range(6):
         features.keep([step, "always"], float(step), of(2.0, 5.0))
@@ -257,15 +296,8 @@ def test_features_of_what_does_not_come_again_are_dropped():
     assert kept == [2, 3, 3, 3, 3, 3]
 
 
-def test_where_noise_is_added_the_last_features_are_copied():
-    features = Features(goes_on=False)
-    for place, value in (1.0, 2.0), (2.0, 3.0):
-        features.keep(["a"], place, of(value))
-    assert features.at(["a"], 4.0).item() == 3
-
-
 def test_features_of_another_shape_or_an_earlier_place_begin_anew():
-    features = Features(goes_on=True)
+    features = Features()
     features.keep(["a"], 1.0, torch.zeros(1, 1, 2, 2))
     features.keep(["a"], 2.0, of(3.0))
     assert features.at(["a"], 4.0).item() == 3
@@ -277,7 +309,7 @@ def test_features_of_another_shape_or_an_earlier_place_begin_anew():
 
 
 def test_a_condition_without_features_has_none():
-    features = Features(goes_on=True)
+    features = Features()
     features.keep(["a"], 1.0, of(2.0))
     assert features.at(["a", "b"], 2.0) is None
     features.clear()
@@ -285,7 +317,7 @@ def test_a_condition_without_features_has_none():
 
 
 def test_what_is_kept_does_not_change_with_what_was_given():
-    features, came = Features(goes_on=True), of(2.0)
+    features, came = Features(), of(2.0)
     features.keep(["a"], 1.0, came)
     came += 1
     assert features.at(["a"], 2.0).item() == 2

@@ -1,22 +1,47 @@
 """What comes up from the deep blocks of a UNet, kept from its last whole evaluations."""
 
 from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-DAMPING = 0.5
-"""The share of the line through the last two features along which the next ones go on, but never
-further than the two are apart: the last steps of some schedules are far away."""
+FIRST_SHARE = 0.5
+"""How far along the line features go on until it is known how straight they come."""
+
+
+class _Line(NamedTuple):
+    """How features came to where they are.
+
+    Attributes:
+        distance: how far apart the places of the last two are, above 0.
+        change: the last ones without those before, of the same shape.
+        share: how far the next ones go on along the line, from 0 to 1: a number for all samples,
+            ``[]``, or for each, ``[samples, 1, 1, 1]``.
+    """
+
+    distance: float
+    change: Tensor
+    share: Tensor
+
+
+class _Kept(NamedTuple):
+    """The last features of a condition, ``[samples, channels, height, width]``."""
+
+    place: float
+    features: Tensor
+    line: _Line | None
 
 
 class Features:
-    """The features of all conditions of a sampling run."""
+    """The features of all conditions of a sampling run.
 
-    def __init__(self, goes_on: bool):
-        """``goes_on`` is whether features go on along a line; else the last are copied."""
-        self._goes_on = goes_on
-        self._kept: dict[Hashable, list[tuple[float, Tensor]]] = {}
+    They go on along the line through the last two, the further the straighter they came. Where a
+    sampler adds noise, they turn in each step, and so hardly go on.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[Hashable, _Kept] = {}
         self._last = 0.0
 
     def keep(self, keys: Sequence[Hashable], place: float, features: Tensor) -> None:
@@ -29,21 +54,20 @@ class Features:
         """
         if place != self._last:
             # Where windows move, each evaluation has others.
-            current = {key: kept for key, kept in self._kept.items() if kept[-1][0] == self._last}
+            current = {key: kept for key, kept in self._kept.items() if kept.place == self._last}
             self._kept, self._last = current, place
         # What a CUDA graph has made, it overwrites the next time.
         for key, own in zip(keys, features.clone().chunk(len(keys)), strict=True):
-            before = self._kept.get(key, [])[-1:] if self._goes_on else []
-            fits = all(last < place and _alike(kept, own) for last, kept in before)
-            self._kept[key] = [*(before if fits else ()), (place, own)]
+            self._kept[key] = _Kept(place, own, _line(self._kept.get(key), place, own))
 
     def at(self, keys: Sequence[Hashable], place: float) -> Tensor | None:
         """Those of an evaluation at a later place; None unless each condition has some.
 
         Those of a condition that was left out where others were kept last are too old.
         """
-        kept = [self._kept.get(key, []) for key in keys]
-        if place < self._last or not all(each and each[-1][0] == self._last for each in kept):
+        kept = [self._kept[key] for key in keys if key in self._kept]
+        are_all = len(kept) == len(keys) and all(each.place == self._last for each in kept)
+        if place < self._last or not are_all:
             return None
         found = [_at(each, place) for each in kept]
         return torch.cat(found) if all(_alike(each, found[0]) for each in found) else None
@@ -53,12 +77,35 @@ class Features:
         self._kept.clear()
 
 
-def _at(kept: Sequence[tuple[float, Tensor]], place: float) -> Tensor:
-    (first, before), (last, features) = kept[0], kept[-1]
-    if first == last:
-        return features
-    share = DAMPING * (place - last) / (last - first)
-    return torch.lerp(before, features, 1 + min(1.0, share))
+def _line(last: _Kept | None, place: float, features: Tensor) -> _Line | None:
+    """From the last features to the next ones; None if these do not follow on them."""
+    if last is None or last.place >= place or not _alike(last.features, features):
+        return None
+    change = features - last.features
+    if last.line is None:
+        share = torch.tensor(FIRST_SHARE, device=change.device)
+    else:
+        share = _straightness(last.line.change, change)
+    return _Line(place - last.place, change, share)
+
+
+def _straightness(before: Tensor, change: Tensor) -> Tensor:
+    """The share of a change that lies along the one before, of each sample, ``[samples, 1, 1, 1]``.
+
+    That is the square of the cosine between them, and 0 where the change turns back.
+    """
+    # Norms of half precision may overflow.
+    cosine = torch.cosine_similarity(before.flatten(1).float(), change.flatten(1).float())
+    return cosine.clamp(min=0).square().view(-1, 1, 1, 1)
+
+
+def _at(kept: _Kept, place: float) -> Tensor:
+    line = kept.line
+    if line is None:
+        return kept.features
+    # Never further than the last two are apart: the last steps of some schedules are far away.
+    share = (line.share * ((place - kept.place) / line.distance)).clamp(max=1)
+    return torch.addcmul(kept.features, line.change, share.to(kept.features.dtype))
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:

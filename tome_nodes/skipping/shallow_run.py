@@ -13,7 +13,6 @@ from .features import Features
 from .plan import (
     FIRST,
     LEAST_OF_THREE,
-    adds_noise,
     leaves_grain,
     shortest,
     swings,
@@ -44,8 +43,7 @@ class ShallowRun(Skipping):
         self.is_shallow = False
         self._why_whole = reasons.NEVER_SHALLOW
         self._ratio, self._sampler = ratio, sampler
-        # To copy under a sampler without noise does more harm than a line under one with noise.
-        self._features = Features(goes_on=not adds_noise(sampler))
+        self._features = Features()
         self._lock = Lock()
         self._calls: Counter[Hashable] = Counter()
         self._count = 0
