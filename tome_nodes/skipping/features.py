@@ -83,7 +83,8 @@ def _line(last: _Kept | None, place: float, features: Tensor) -> _Line | None:
         return None
     change = features - last.features
     if last.line is None:
-        share = torch.tensor(FIRST_SHARE, device=change.device)
+        # torch.tensor would wait for the GPU.
+        share = torch.full((), FIRST_SHARE, device=change.device)
     else:
         share = _straightness(last.line.change, change)
     return _Line(place - last.place, change, share)
