@@ -231,18 +231,21 @@ def of(*values):
     return torch.tensor(values).view(-1, 1, 1, 1)
 
 
-def test_features_go_on_as_far_along_a_line_as_they_came_straight():
+def test_features_go_on_as_far_as_the_last_ones_kept_to_the_line():
     features = Features()
     features.keep(["a", "b"], 1.0, of(2.0, 5.0))
     assert torch.equal(features.at(["b", "a"], 3.0), of(5.0, 2.0))
-    # How straight they come is not known yet.
+    # How far they keep to lines is not known yet.
     features.keep(["a", "b"], 2.0, of(3.0, 3.0))
     assert torch.equal(features.at(["a", "b"], 3.0), of(3 + FIRST_SHARE, 3 - 2 * FIRST_SHARE))
-    # The first goes on, the second turns back.
+    # The first goes on half as far as foretold, the second turns back.
     features.keep(["a", "b"], 4.0, of(4.0, 4.0))
-    assert torch.equal(features.at(["a", "b"], 5.0), of(4.5, 4.0))
+    assert torch.equal(features.at(["a", "b"], 5.0), of(4.125, 4.0))
     # But never further than the last two are apart.
     assert torch.equal(features.at(["a", "b"], 99.0), of(5.0, 4.0))
+    # The first goes on further than foretold.
+    features.keep(["a", "b"], 5.0, of(6.0, 4.0))
+    assert torch.equal(features.at(["a", "b"], 5.5), of(7.0, 4.0))
 
 
 @given(
@@ -250,7 +253,7 @@ def test_features_go_on_as_far_along_a_line_as_they_came_straight():
     st.sampled_from([torch.float32, torch.float16]),
     st.integers(0, 1000),
 )
-def test_each_sample_goes_on_by_the_share_of_its_change_along_the_line(distances, dtype, seed):
+def test_each_sample_goes_on_as_far_as_it_kept_to_its_own_line(distances, dtype, seed):
     draw = torch.Generator().manual_seed(seed)
     first, last, now = torch.randn(3, 2, 64, 8, 8, generator=draw).mul(4000).to(dtype)
     # The second sample comes almost straight, and norms of half precision overflow.
@@ -262,11 +265,9 @@ def test_each_sample_goes_on_by_the_share_of_its_change_along_the_line(distances
     found = features.at(["a"], places[3])
     for index in range(2):
         one, two, three = (each[index].double() for each in (first, last, now))
-        line, change = two - one, three - two
-        across = change - (change * line).sum() / line.square().sum() * line
-        share = 1 - float(across.square().sum() / change.square().sum())
-        turns_back = bool((change * line).sum() < 0)
-        along = 0.0 if turns_back else min(1.0, share * distances[2] / distances[1])
+        line, change = (two - one) * (distances[1] / distances[0]), three - two
+        part = float((change * line).sum() / line.norm() / max(line.norm(), change.norm()))
+        along = min(1.0, max(0.0, part) ** 2 * distances[2] / distances[1])
         error = relative_error(found[index].double(), three + along * change)
         assert error < (1e-5 if dtype == torch.float32 else 3e-3)
 

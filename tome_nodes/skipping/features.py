@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 FIRST_SHARE = 0.5
-"""How far along the line features go on until it is known how straight they come."""
+"""How far along the line features go on until it is known how far they keep to lines."""
 
 
 class _Line(NamedTuple):
@@ -36,8 +36,8 @@ class _Kept(NamedTuple):
 class Features:
     """The features of all conditions of a sampling run.
 
-    They go on along the line through the last two, the further the straighter they came. Where a
-    sampler adds noise, they turn in each step, and so hardly go on.
+    They go on along the line through the last two, as far as the last ones kept to the line before.
+    Where a sampler adds noise, they turn in each step, and so hardly go on.
     """
 
     def __init__(self) -> None:
@@ -81,23 +81,28 @@ def _line(last: _Kept | None, place: float, features: Tensor) -> _Line | None:
     """From the last features to the next ones; None if these do not follow on them."""
     if last is None or last.place >= place or not _alike(last.features, features):
         return None
-    change = features - last.features
+    distance, change = place - last.place, features - last.features
     if last.line is None:
         # torch.tensor would wait for the GPU.
         share = torch.full((), FIRST_SHARE, device=change.device)
     else:
-        share = _straightness(last.line.change, change)
-    return _Line(place - last.place, change, share)
+        # Half precision may overflow.
+        foretold = last.line.change.float() * (distance / last.line.distance)
+        share = _kept_to(foretold, change.float())
+    return _Line(distance, change, share)
 
 
-def _straightness(before: Tensor, change: Tensor) -> Tensor:
-    """The share of a change that lies along the one before, of each sample, ``[samples, 1, 1, 1]``.
+def _kept_to(foretold: Tensor, change: Tensor) -> Tensor:
+    """How far a change kept to what a line foretold, from 0 to 1, ``[samples, 1, 1, 1]``.
 
-    That is the square of the cosine between them, and 0 where the change turns back.
+    That is the part of the change along the line over the longer of both, squared. It is 0 where
+    the change turns back, and less the more the change turns aside or falls behind.
     """
-    # Norms of half precision may overflow.
-    cosine = torch.cosine_similarity(before.flatten(1).float(), change.flatten(1).float())
-    return cosine.clamp(min=0).square().view(-1, 1, 1, 1)
+    line, came = foretold.flatten(1), change.flatten(1)
+    length = line.norm(dim=1)
+    product = length * torch.maximum(length, came.norm(dim=1))
+    part = torch.linalg.vecdot(line, came).clamp(min=0) / product.clamp(min=1e-30)
+    return part.square().view(-1, 1, 1, 1)
 
 
 def _at(kept: _Kept, place: float) -> Tensor:
