@@ -86,21 +86,21 @@ def _line(last: _Kept | None, place: float, features: Tensor) -> _Line | None:
         # torch.tensor would wait for the GPU.
         share = torch.full((), FIRST_SHARE, device=change.device)
     else:
-        # Half precision may overflow.
-        foretold = last.line.change.float() * (distance / last.line.distance)
-        share = _kept_to(foretold, change.float())
+        share = _kept_to(last.line.change, change, distance / last.line.distance)
     return _Line(distance, change, share)
 
 
-def _kept_to(foretold: Tensor, change: Tensor) -> Tensor:
+def _kept_to(before: Tensor, change: Tensor, times: float) -> Tensor:
     """How far a change kept to what a line foretold, from 0 to 1, ``[samples, 1, 1, 1]``.
 
-    That is the part of the change along the line over the longer of both, squared. It is 0 where
-    the change turns back, and less the more the change turns aside or falls behind.
+    The line foretold the change before it, so many ``times``. What is given back is the part of the
+    change along the line over the longer of both, squared. It is 0 where the change turns back, and
+    less the more the change turns aside or falls behind.
     """
-    line, came = foretold.flatten(1), change.flatten(1)
+    # Half precision may overflow.
+    line, came = before.flatten(1).float(), change.flatten(1).float()
     length = line.norm(dim=1)
-    product = length * torch.maximum(length, came.norm(dim=1))
+    product = length * torch.maximum(times * length, came.norm(dim=1))
     part = torch.linalg.vecdot(line, came).clamp(min=0) / product.clamp(min=1e-30)
     return part.square().view(-1, 1, 1, 1)
 

@@ -22,9 +22,6 @@ from .skipping import Skipping
 
 log = logging.getLogger("tome_nodes")
 
-_FIRST_KEPT = FIRST - 2
-"""The first evaluation of which features are kept: a line goes through the last two."""
-
 
 class ShallowRun(Skipping):
     """Decides which evaluations of one sampling run are shallow, and keeps features for them.
@@ -47,7 +44,7 @@ class ShallowRun(Skipping):
         self._lock = Lock()
         self._calls: Counter[Hashable] = Counter()
         self._count = 0
-        self._index, self._place = 0, 0.0
+        self._place = 0.0
         self._whole: frozenset[int] = frozenset()
         self._followed: list[Tensor] = []
 
@@ -81,7 +78,7 @@ class ShallowRun(Skipping):
             may_be_shallow: whether the settings allow that.
         """
         self._calls.clear()
-        self._index, self._place = index, place
+        self._place = place
         is_planned = FIRST <= index < self._count and index not in self._whole
         self.is_shallow = is_planned and may_be_shallow and self.obstacle is None
 
@@ -138,8 +135,7 @@ class ShallowRun(Skipping):
         """
         if came is None:
             self._why_whole = reasons.NOT_CALLED
-        is_kept = self._index >= _FIRST_KEPT and not self.is_shallow and self.obstacle is None
-        if came is not None and is_kept:
+        elif not self.is_shallow and self.obstacle is None:
             with self._lock:
                 self._features.keep(keys, self._place, came)
 
