@@ -119,9 +119,7 @@ LITTLE_ATTENTION = Reason(
 
 NO_RATIO = Reason("the ratio is 0 at every step that could merge", "raise it")
 
-FORECAST_GRADIENTS = Reason(
-    "gradients are enabled, and a skipped step has none", "nothing needs to be done"
-)
+GRADIENTS = Reason("gradients are enabled, and a skipped step has none", "nothing needs to be done")
 
 EDIT = Reason(
     "the model's answers hardly change over the steps, as in an edit, and the run is short",

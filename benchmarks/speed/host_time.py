@@ -2,6 +2,8 @@
 
 python3 dev.py bench --host-time [--quick]
 
+The same is measured of a shallow evaluation, beside whole ones.
+
 It is measured without a GPU. The UNets have as many modules as SD 1.5 and SDXL, but so few channels
 and tokens that an evaluation is all Python and calls of operators. The launchers of the Triton
 kernels run up to the launch, which is left out because there is no GPU; it takes 3 to 5 µs more.
@@ -40,7 +42,7 @@ from benchmarks.speed.absent_gpus import absent_gpus  # noqa: E402
 from benchmarks.speed.figures import grid, spread  # noqa: E402
 from benchmarks.speed.measure import Operators, Subject, merged_blocks  # noqa: E402
 from benchmarks.speed.record import Record, say  # noqa: E402
-from tome_nodes.comfyui.attachment import attach  # noqa: E402
+from tome_nodes.comfyui.attachment import attach, last_run  # noqa: E402
 from tome_nodes.comfyui.neighbours import KEY  # noqa: E402
 from tome_nodes.merging import engine  # noqa: E402
 from tome_nodes.merging.key_weights import Capabilities  # noqa: E402
@@ -83,6 +85,9 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
 }
 """The settings to measure, with the Triton kernels unless they say otherwise. No step is skipped,
 and maps of all sizes merge."""
+
+SHALLOW: Mapping[str, Any] = {"ratio": 0.6, "forecast": True, "merge_attn": False}
+"""Settings under which steps are shallow and nothing merges."""
 
 
 class _Compared(Subject):
@@ -231,8 +236,7 @@ evaluation; ``blocks``: the blocks that merge.
 
 def measure(kind: str, family: str, rounds: int) -> dict[str, Figures]:
     """The figures of all methods on a UNet with all its modules, and few channels."""
-    thin = unet_of(family) | {"model_channels": 32, "context_dim": _CONTEXT}
-    loaded = build_class(kind, thin)
+    loaded = build_class(kind, _thin(family))
     subject = Subject(loaded, _CONTEXT, PIXELS)
     compared = _Compared(loaded, _CONTEXT, PIXELS)
     configs = {name: ToMeConfig(**settings) for name, settings in METHODS.items()}
@@ -284,6 +288,36 @@ def measure(kind: str, family: str, rounds: int) -> dict[str, Figures]:
     return figures
 
 
+def measure_shallow(kind: str, family: str, rounds: int) -> dict[str, float]:
+    """The launches and the milliseconds of a whole and of a shallow evaluation of such a UNet."""
+    loaded = build_class(kind, _thin(family))
+    subject = Subject(loaded, _CONTEXT, PIXELS)
+    compared = _Compared(loaded, _CONTEXT, PIXELS)
+    config = ToMeConfig(**SHALLOW)
+    patched = attach(subject.model, config)
+    calls = [Operators() for _ in range(STEPS)]
+    subject.run(patched, *calls)
+    run = last_run(patched)
+    shallow = sorted(run.counts.shallow_steps) if run else []
+    whole = [step for step in range(2, STEPS) if step not in shallow]
+    taken: dict[str, list[float]] = {"whole": [], "shallow": []}
+    for _ in range(rounds + 1):
+        compared.compare(attach(compared.model, config))
+        for name, steps in (("whole", whole), ("shallow", shallow)):
+            both = [2 * step + side for step in steps for side in (0, 1)]
+            taken[name] += [compared.plain[at] + compared.added[at] for at in both]
+    return {
+        **{f"{name}_ms": 1000 * statistics.median(each) for name, each in taken.items()},
+        "whole_launches": statistics.median(calls[step].count for step in whole),
+        "shallow_launches": statistics.median(calls[step].count for step in shallow),
+    }
+
+
+def _thin(family: str) -> dict[str, Any]:
+    """The settings of a UNet with all its modules, and few channels."""
+    return unet_of(family) | {"model_channels": 32, "context_dim": _CONTEXT}
+
+
 def goals(results: Mapping[str, Mapping[str, Figures]]) -> dict[str, float]:
     """Milliseconds by model, and the most launches and calls for a block that merges."""
     reached = {
@@ -323,6 +357,19 @@ def table(results: Mapping[str, Mapping[str, Figures]]) -> str:
     return grid(head, rows)
 
 
+def shallow_table(results: Mapping[str, Mapping[str, float]]) -> str:
+    """The figures of shallow evaluations as Markdown."""
+    head = ["model", "launches, whole", "shallow", "share", "ms, whole", "shallow", "share"]
+    rows = []
+    for model, figures in results.items():
+        row = [model]
+        for what, form in ("launches", "{:.0f}"), ("ms", "{:.1f}"):
+            whole, shallow = figures[f"whole_{what}"], figures[f"shallow_{what}"]
+            row += [form.format(whole), form.format(shallow), f"{shallow / whole:.3f}"]
+        rows.append(row)
+    return grid(head, rows)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="dev.py bench --host-time", description=__doc__)
     parser.add_argument(
@@ -334,12 +381,16 @@ def main() -> int:
     record = Record("host-time", "bench --host-time", None if arguments.quick else RESULTS)
     result = record.result
     models = result["models"] = {}
+    shallow = result["shallow"] = {}
+    rounds = 1 if arguments.quick else ROUNDS
     with torch.no_grad():
         for name in ["sd15"] if arguments.quick else MODELS:
-            models[name] = measure(*MODELS[name], 1 if arguments.quick else ROUNDS)
-    page = table(models)
-    say(page)
-    code = record.finish(goals(models))
+            models[name] = measure(*MODELS[name], rounds)
+            shallow[name] = measure_shallow(*MODELS[name], rounds)
+    page, other = table(models), shallow_table(shallow)
+    say(f"{page}\n\n{other}")
+    shares = (each["shallow_launches"] / each["whole_launches"] for each in shallow.values())
+    code = record.finish(goals(models) | {"shallow_launches": max(shares)})
     record.write_page(
         [
             f"# Host time: `{result['command']}`",
@@ -348,6 +399,10 @@ def main() -> int:
             "over a run of 8 steps, and the functions that it calls.",
             f"`{result['summary']}`",
             page,
+            "A shallow evaluation and a whole one beside it, where nothing merges: their launches, "
+            "and the time that they take on this CPU, where a UNet with so few channels is all "
+            "Python and calls of operators.",
+            other,
         ]
     )
     return code

@@ -8,6 +8,9 @@ import pytest
 import torch
 from common import planned, relative_error
 from models.pipelines import CASES, inputs, make_unet, noise, picture, sd15, sdxl
+from peft import LoraConfig
+from test_diffusers import ip_adapter
+from under_test import MAY_STAY, numbers
 
 import tome_nodes
 from tome_nodes import reasons
@@ -212,7 +215,8 @@ def test_a_run_merges_and_is_shallow_and_says_both_in_one_line_once(case, caplog
 def by_hand(unet, timesteps, sample=None, **given):
     """A sampler of one's own: the latent goes towards what the UNet says."""
     arguments = inputs(unet)
-    latent = arguments.pop("sample") if sample is None else sample
+    own = arguments.pop("sample")
+    latent = own if sample is None else sample
     with torch.no_grad():
         for timestep in timesteps:
             latent = latent - 0.1 * unet(latent, timestep, **{**arguments, **given}).sample
@@ -496,3 +500,51 @@ def test_parts_of_a_picture_under_copies_of_the_scheduler_are_one_run(log_messag
     case(8, height=512, width=576)
     assert whole_of(seen) == planned_for(seen)
     assert "shallow 3/8 steps" in log_messages()[-1]
+
+
+def with_lora(case):
+    case.network.add_adapter(LoraConfig(r=1, target_modules=["to_k"], init_lora_weights=False))
+    return lambda: case.network.set_adapters("default", 0.3)
+
+
+def with_image_prompt(case):
+    ip_adapter(case.network)
+    case.arguments["ip_adapter_image_embeds"] = [noise(2, 1, 16)]
+    return lambda: case.pipeline.set_ip_adapter_scale(0.3)
+
+
+@pytest.mark.parametrize("add", [with_lora, with_image_prompt])
+def test_the_step_after_a_callback_changed_an_adapter_is_whole(case, add):
+    change = add(case)
+
+    def changed(pipeline, step, timestep, given):
+        if step == 9:
+            change()
+        return {}
+
+    seen = watch(case.network)
+    tome_nodes.apply_patch(case.pipeline, 0.6, preset="fast")
+    case(STEPS)
+    assert whole_of(seen) == WHOLE
+    del seen[:]
+    case(STEPS, callback_on_step_end=changed)
+    assert whole_of(seen) == sorted({*WHOLE, 10})
+
+
+def test_a_loop_by_hand_over_the_unet_of_a_pipeline_ends_by_itself(case, log_messages):
+    """The pipeline's scheduler knows nothing of the loop."""
+    tome_nodes.apply_patch(case.pipeline, 0.6, preset="fast")
+    before = numbers()
+    by_hand(case.network, range(951, 0, -50))
+    assert "shallow 11/20 steps" in log_messages()[-1]
+    assert numbers() < before + MAY_STAY
+
+
+def test_a_latent_of_another_size_begins_a_run():
+    unet = make_unet()
+    seen = watch(unet)
+    tome_nodes.apply_patch(unet, 0.6, preset="fast")
+    by_hand(unet, range(951, 500, -50))
+    del seen[:]
+    by_hand(unet, range(451, 0, -50), noise(2, 4, 24, 24))
+    assert whole_of(seen)[:3] == [0, 1, 2]

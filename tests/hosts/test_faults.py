@@ -256,6 +256,23 @@ def test_without_memory_in_a_shallow_step_a_run_goes_on_whole(host, log_messages
 
 
 @in_each
+def test_where_memory_is_short_features_go_before_merging(host, break_stage, log_messages):
+    host.needs("shallow steps")
+    options = merging("module")
+    host.patch(**options)
+    expected = host(STEPS)
+    host.patch(**options, forecast=True)
+    assert host.skipped(STEPS)[0]
+    before = len(log_messages())
+    calls = break_stage("merge", torch.OutOfMemoryError("no room"))
+    assert torch.equal(host(STEPS), expected) and calls
+    said = f"[ToMe] {reasons.NO_MEMORY}; the rest of this run goes on without"
+    assert [line for line in log_messages()[before:] if line.startswith(said)] == [
+        f"{said} shallow steps"
+    ]
+
+
+@in_each
 def test_a_hook_on_a_part_that_is_left_out_makes_the_rest_whole(host, log_messages):
     _, expected = stopped_shallow_steps(host)
     with host.left_out.register_forward_hook(

@@ -1,5 +1,6 @@
 """The text and the pictures of a report."""
 
+from copy import copy
 from dataclasses import replace
 
 import numpy as np
@@ -77,6 +78,11 @@ def test_the_chart_has_the_tokens_and_the_time_of_each_block(run, has_times):
     recorded = replace(run, recording=replace(run.recording, blocks=blocks))
     expected = drawing.bars(["a.0", "b"], columns, [True, False])
     assert shows(report_of(recorded, "chart"), expected)
+    counts = copy(recorded.counts)
+    counts.forecast_steps = {1}
+    steps = drawing.steps([False, True, False], "the model ran", "forecast")
+    skipping = report_of(replace(recorded, counts=counts), "chart")
+    assert shows(skipping, drawing.stacked(steps, expected))
 
 
 @pytest.mark.parametrize(

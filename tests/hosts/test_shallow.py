@@ -17,6 +17,7 @@ from host import compiled, fast, no_free_memory, overridden, preset
 from models.comfyui import KINDS, UNETS, conditioning, sample
 from test_kjnodes_compile import Compiled, Graphs
 
+from benchmarks.patches import Control
 from tome_nodes import reasons
 from tome_nodes.comfyui.attachment import attach, last_run
 from tome_nodes.comfyui.merging_part import MergingPart
@@ -107,6 +108,61 @@ def test_that_holds_beside_other_nodes(gaps, name):
     table.run(neighbour, neighbour.patch(attach(model_of("sdxl"), fast()), "sdxl"), "sdxl")
     assert gaps
     assert max(gaps) < 1e-5
+
+
+class ForEachBlock(Control):
+    """A ControlNet or an adapter that adds to every block, in lists as the host makes them."""
+
+    def get_control(self, x, t, *_):
+        draw = partial(torch.randn, generator=torch.Generator().manual_seed(1))
+        return {
+            name: [draw(len(x), *shape).to(x) for shape in shapes]
+            for name, shapes in self.adds.items()
+        }
+
+
+@pytest.fixture
+def shapes(sdxl):
+    """The shapes of what a ControlNet and an adapter add to each block of a UNet."""
+    network, inputs, middle = sdxl.model.diffusion_model, [], []
+    hooks = [
+        *(
+            block[-1].register_forward_hook(lambda _, __, h: inputs.append(h.shape[1:]))
+            for block in network.input_blocks
+        ),
+        network.middle_block[-1].register_forward_hook(lambda _, __, h: middle.append(h.shape[1:])),
+    ]
+    run(sdxl, 1, cfg=1.0)
+    for hook in hooks:
+        hook.remove()
+    return {
+        "ControlNet": {"output": inputs, "middle": middle},
+        # The host takes them from the end, and the first is for the first block.
+        "adapter": {"input": inputs[::-1], "middle": []},
+    }
+
+
+def controlled(control):
+    tiny = UNETS["sdxl"]
+    ((text, options),) = conditioning(tiny, 5)
+    control = control.set_cond_hint(None, 1.0, (0.0, 1.0))
+    return {"prompts": [[[text, options | {"control": control}]], conditioning(tiny, 6)]}
+
+
+@pytest.mark.parametrize("kind", ["ControlNet", "adapter"])
+def test_that_holds_beside_what_adds_to_every_block(sdxl, gaps, shapes, kind):
+    given = controlled(ForEachBlock(shapes[kind]))
+    result = run(attach(sdxl, fast()), 5, **given)
+    assert gaps == [0.0] * len(gaps) and gaps
+    assert relative_error(result, run(attach(sdxl, fast()), 5)) > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["ControlNet", "adapter"])
+def test_what_is_added_to_blocks_that_do_not_run_is_left_out_in_silence(sdxl, caplog, shapes, kind):
+    patched = attach(sdxl, fast())
+    run(patched, **controlled(ForEachBlock(shapes[kind])))
+    assert shallow_of(patched) == PLANNED
+    assert [each.message for each in caplog.records if each.name != "tome_nodes"] == []
 
 
 @pytest.mark.parametrize("name", MEETS)
@@ -220,6 +276,53 @@ def test_a_latent_that_something_else_changed_makes_the_next_step_whole(sdxl, sa
     patched = attach(sdxl, fast())
     run(patched, sampler=sampler, callback=callback)
     assert shallow_of(patched) == shallow - {16}
+
+
+def with_guidance_from(model, steps, scale, before):
+    """The model with another guidance in its first steps, as nodes set it."""
+    seen = []
+
+    def wrapper(executor, x, t, *args, **kwargs):
+        if not seen or seen[-1] != float(t[0]):
+            seen.append(float(t[0]))
+        executor.class_obj.cfg = before if len(seen) <= steps else scale
+        return executor(x, t, *args, **kwargs)
+
+    clone = model.clone()
+    clone.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "guidance", wrapper)
+    return clone
+
+
+def test_two_prompts_of_an_area_keep_their_own_features(sdxl):
+    """The host gives an area to the negative prompt, too, under the name of the other."""
+    tiny = UNETS["sdxl"]
+    ((text, options),), negative = conditioning(tiny, 5), conditioning(tiny, 6)
+    area = [text, options | {"area": (*SIZE, 0, 0), "set_area_to_bounds": False}]
+    results = [
+        run(with_guidance_from(attach(sdxl, fast()), 11, 1.0, 4.0), prompts=[[each], negative])
+        for each in ([text, options], area)
+    ]
+    assert 11 in PLANNED
+    assert relative_error(*results) < 1e-5
+
+
+def test_a_prompt_that_comes_back_makes_both_whole(sdxl, monkeypatch):
+    """Where memory is short, the host calls the model for each prompt."""
+    network, calls = sdxl.model.diffusion_model, []
+    monkeypatch.setattr(comfy.model_management, "get_free_memory", no_free_memory)
+    assert {16, 17} < PLANNED
+    patched = with_guidance_from(attach(sdxl, fast()), 16, 4.0, 1.0)
+    begin = network.register_forward_pre_hook(lambda *_: calls.append("shallow"))
+    whole = (
+        network.middle_block[0]
+        .in_layers[0]
+        .register_forward_hook(lambda *_: calls.__setitem__(-1, "whole"))
+    )
+    with begin, whole:
+        run(patched)
+    assert calls[:16].count("shallow") == len(PLANNED & {*range(16)})
+    # The host begins with the prompt that came back.
+    assert calls[16:20] == ["whole", "whole", "shallow", "shallow"]
 
 
 @pytest.mark.parametrize("moves", [False, True])

@@ -466,7 +466,7 @@ def test_nothing_is_forecast_while_gradients_are_computed_and_answers_are_not_ke
     with torch.enable_grad():
         kept = after(*KNOWN)
         assert predicted(kept, at(2, 1.0), ONE) is None
-    assert kept.reason == reasons.FORECAST_GRADIENTS
+    assert kept.reason == reasons.GRADIENTS
     assert predicted(kept, at(2, 1.0), ONE) is None
 
 

@@ -155,10 +155,10 @@ class MergingPart:
         shallow, deep = self._shallow, self._deep.get(network)
         if shallow is None or deep is None:
             return model_run.evaluate(call, evaluation)
-        keys = shallow.keys_of(options, shape, t.device)
+        keys = shallow.keys_of(network, options, shape, t.device)
         if keys is None:
             return model_run.evaluate(call, evaluation)
-        given = None
+        given = answer = None
         try:
             given, blocks = shallow.shallow_run.given(keys), len(network.output_blocks)
             if given is not None:
@@ -177,7 +177,7 @@ class MergingPart:
             given = came = None
         # Not in the except block, where the traceback keeps the tensors of the evaluation.
         shallow.stop(why)
-        return model_run.evaluate(call, evaluation)
+        return model_run.evaluate(call, evaluation) if answer is None else answer
 
     def _met(
         self, network: nn.Module, model: Any, shape: Sequence[int], device: torch.device

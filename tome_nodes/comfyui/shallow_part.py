@@ -1,6 +1,6 @@
 """The part of a sampling run in ComfyUI that makes some evaluations of a UNet shallow.
 
-Which evaluations are whole is planned before the run. In the others, only the first input block
+Which evaluations are whole is planned before any is not. In the others, only the first input block
 and the last output block run, and what comes up from the blocks between goes on from the last whole
 evaluations.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from comfy.patcher_extension import WrapperExecutor
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import reasons
 from ..skipping.plan import LEAST_SNR
@@ -89,13 +89,14 @@ class ShallowPart:
         self._comfy_run.latents.clear()
 
     def keys_of(
-        self, options: Options, shape: Sequence[int], device: torch.device
+        self, network: nn.Module, options: Options, shape: Sequence[int], device: torch.device
     ) -> list[Hashable] | None:
-        """What tells each condition of a call of the model from the others of its answer, in order.
+        """What tells each condition of a call of a model from the others of its answer, in order.
 
         Other nodes evaluate a condition several times in an answer, in areas or without a part.
 
         Args:
+            network: the model that is called.
             options: the transformer options of the call.
             shape: of the latent that the model gets, ``[samples, channels, height, width]``.
             device: the device that it is on.
@@ -103,9 +104,10 @@ class ShallowPart:
         Returns:
             The keys; None if the call is the plain one, of which nothing is kept.
         """
-        names = options.get("uuids") or options.get("cond_or_uncond") or [0]
-        if self._where is not None:
-            names = [(name, self._where) for name in names]
+        sides = options.get("cond_or_uncond") or [0]
+        # Where there are areas, the host has one name for a prompt and the empty other one.
+        uuids = options.get("uuids") or [None] * len(sides)
+        names = [(network, self._where, *name) for name in zip(uuids, sides, strict=False)]
         # Another node may call the model for a part of them.
         return self.shallow_run.keys_of(names, shape, device)
 

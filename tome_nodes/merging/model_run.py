@@ -66,13 +66,19 @@ class ModelRun:
         self._make_strategy = make_strategy
         self._engines: dict[tuple[torch.device, torch.dtype, bool], Engine] = {}
 
-    def evaluate(self, call: Callable[[], Answer], evaluation: Evaluation) -> Answer:
+    def evaluate(
+        self, call: Callable[[], Answer], evaluation: Evaluation, raises_memory: bool = False
+    ) -> Answer:
         """The answer of a model that merges tokens; that of the plain model if merging fails.
 
         Merging fails if there is too little memory, or if a compiler of the model fails on it. If
         that only makes no more graphs, the answer is that of the graphs so far, or of none. The
         observer gets the evaluation, unless it raised. Threads wait for each other.
-        ``call`` evaluates the model.
+
+        Args:
+            call: evaluates the model.
+            evaluation: what merging has to know.
+            raises_memory: raise if there is too little memory, as the caller can free some first.
         """
         # Each attempt is an evaluation of its own.
         attempt, may_compile = replace(evaluation), self.may_compile
@@ -91,11 +97,11 @@ class ModelRun:
             else:
                 has_merged = attempt.merges and bool(self.model.overridden_blocks(attempt))
                 why = why_stopped(error, self.model.model) if has_merged else None
-                if why is None:
+                if why is None or (raises_memory and why == reasons.NO_MEMORY):
                     raise
         # Not in the except block, where the traceback keeps the tensors of the evaluation.
         if why is None:
-            return self.evaluate(call, evaluation)
+            return self.evaluate(call, evaluation, raises_memory)
         self.stopped = why
         try:
             answer = self.evaluate(call, evaluation)
@@ -108,10 +114,13 @@ class ModelRun:
     def evaluate_watched(
         self, call: Callable[[], Answer], evaluation: Evaluation, deep: DeepBlocks
     ) -> tuple[Answer, Tensor | None]:
-        """The same, and what came up from the deep blocks; see :attr:`DeepBlocks.came`."""
+        """The same, and what came up from the deep blocks; see :attr:`DeepBlocks.came`.
+
+        It raises if there is too little memory: what is kept for shallow evaluations goes first.
+        """
         before = self.begin_deep(deep, None)
         try:
-            return self.evaluate(call, evaluation), deep.came
+            return self.evaluate(call, evaluation, raises_memory=True), deep.came
         finally:
             self.end_deep(deep, before)
 
@@ -123,7 +132,8 @@ class ModelRun:
         ``given`` takes the place of what would come up from them.
         """
         shallow = replace(evaluation, left_out=deep.modules)
-        return self.evaluate(partial(self._without, deep, given, call), shallow)
+        own = partial(self._without, deep, given, call)
+        return self.evaluate(own, shallow, raises_memory=True)
 
     def _without(self, deep: DeepBlocks, given: Tensor, call: Callable[[], Answer]) -> Answer:
         """The answer of a model whose deep blocks do not run."""

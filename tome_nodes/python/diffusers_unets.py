@@ -1,6 +1,6 @@
 """The UNets of the diffusers library."""
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -51,6 +51,9 @@ _FOR_TEXT = _FOR_ITSELF | {
 _DOWN = unet_2d_blocks.DownBlock2D, unet_2d_blocks.CrossAttnDownBlock2D
 _UP = unet_2d_blocks.UpBlock2D, unet_2d_blocks.CrossAttnUpBlock2D
 """The blocks that can be left out."""
+
+_STRENGTHS = "scale", "scaling", "_active_adapter", "_disable_adapters"
+"""Attributes of an IP-Adapter's processor, and of a layer with LoRAs, that say how they act."""
 
 _CONTROL = (
     "down_block_additional_residuals",
@@ -168,6 +171,12 @@ class DiffusersUNets(UNetHost):
     def conditions(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable:
         given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         return traits(given, lambda name: is_anything if name in _CONTROL else total)
+
+    def strengths(self, unet: nn.Module) -> Callable[[], Hashable]:
+        # Once for a run, as it visits every module.
+        parts = map(vars, unet.modules())
+        own = [part for part in parts if "scaling" in part or isinstance(part.get("scale"), list)]
+        return lambda: str([[part.get(name) for name in _STRENGTHS] for part in own])
 
     def shallow_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments | None:
         """The same, but nothing is added to blocks that are left out."""

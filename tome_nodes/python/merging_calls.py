@@ -115,6 +115,7 @@ class MergingCalls(PatchedCalls):
         may_be_shallow = config.forecast and config.ratio > 0
         self._deep = unets.deep_blocks(unet) if may_be_shallow else None
         self._run: UNetRun | None = None
+        self._strengths: Callable[[], Hashable] = tuple
         self._ranks = Ranks(unet)
 
     @skip
@@ -145,7 +146,7 @@ class MergingCalls(PatchedCalls):
         whole = partial(forward, *args, **kwargs)
         if deep is None or call.keys is None:
             return merging.evaluate(whole, evaluation)
-        given = came = None
+        given = came = answer = None
         try:
             given = self._given(call)
             if given is not None and call.outside is not None:
@@ -160,7 +161,7 @@ class MergingCalls(PatchedCalls):
                 raise
             given = came = None
         # Not in the except block, where the traceback keeps the tensors of the evaluation.
-        return merging.evaluate(whole, evaluation)
+        return merging.evaluate(whole, evaluation) if answer is None else answer
 
     def end_run(self) -> None:
         run, self._run = self._run, None
@@ -240,11 +241,12 @@ class MergingCalls(PatchedCalls):
     def _follow(self, sample: Tensor, timestep: float, conditions: Hashable) -> UNetRun:
         """The run that a call belongs to, which has begun it."""
         run = self._run
-        if run is None or not run.takes(timestep):
+        if run is None or not run.takes(sample, timestep):
             self.end_run()
             run = self._run = UNetRun(self._config, self._span, self._scheduling, self._levels)
             run.shallow.obstacle = self._unets.whole_only(self.network)
-        run.begin(sample, timestep, conditions)
+            self._strengths = self._unets.strengths(self.network)
+        run.begin(sample, timestep, (conditions, self._strengths()))
         return run
 
     @torch.compiler.disable

@@ -1,8 +1,9 @@
 """One sampling run of a UNet, followed by the timesteps of its calls.
 
-Nothing has to be known of the scheduler: the timestep falls from evaluation to evaluation, and a
-timestep that rises begins another run. How many evaluations a run has is known from the scheduler
-of the pipeline, if its timesteps are those of the calls; else it is estimated.
+Nothing has to be known of the scheduler: the timestep falls from evaluation to evaluation. A
+timestep that rises, or a latent of another size, begins another run. How many evaluations a run has
+is known from the scheduler of the pipeline, if its timesteps are those of the calls; else it is
+estimated.
 """
 
 import math
@@ -11,6 +12,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .. import reasons
@@ -66,6 +68,7 @@ class UNetRun:
         self._known, self._places = _known(self._scheduler)
         self._levels = levels
         self._times: list[float] = []
+        self._sizes: set[torch.Size] = set()
         self._foreseen: Sequence[float] = []
         self._gap = 0.0
         self._conditions: list[Hashable] = []
@@ -78,10 +81,10 @@ class UNetRun:
         is_moved = adds_noise(words) or _clips(self._scheduler)
         self._latents = None if is_moved else CalledLatents()
 
-    def takes(self, timestep: float) -> bool:
-        """Whether a call at this timestep belongs to this run."""
+    def takes(self, sample: Tensor, timestep: float) -> bool:
+        """Whether a call for this latent and timestep belongs to this run."""
         gap = self._times[-1] - timestep
-        if gap < -_CLOSE:
+        if gap < -_CLOSE or (gap > _CLOSE and sample.shape[-2:] not in self._sizes):
             return False
         is_odd = 0 < _EVEN * self._gap < gap
         if is_odd and not self.is_known and not self._is_latest(timestep):
@@ -106,12 +109,14 @@ class UNetRun:
             conditions: everything besides the latent and the timestep that decides the answer.
         """
         if self._times and self._is_latest(timestep):
+            self._sizes.add(sample.shape[-2:])
             self._see(conditions)
             return
         before = self._gap
         if self._times:
             self._gap = self._times[-1] - timestep
         self._times.append(timestep)
+        self._sizes = {sample.shape[-2:]}
         self._before, self._conditions = self._conditions, []
         run = self.sampling_run
         run.begin(run.index + 1, timestep)
@@ -136,7 +141,7 @@ class UNetRun:
             return False
         if self.is_known:
             return self.sampling_run.index >= self._count - 1
-        if self._scheduler is not None:
+        if self._scheduling.is_set:
             # Its pipeline ends the run.
             return False
         # The next timestep would be below 0. The last one of some spacings is 0.

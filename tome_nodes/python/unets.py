@@ -1,6 +1,6 @@
 """What has to be known of the UNets of a library that calls them as modules."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from ..merging.deep_blocks import DeepBlocks
@@ -40,6 +40,10 @@ class UNets:
         ``args`` are those behind the two.
         """
         return traits({**dict(enumerate(args)), **kwargs}, lambda _: total)
+
+    def strengths(self, unet: Any) -> Callable[[], Hashable]:
+        """What reads how strongly each adapter of a UNet acts, which may change within a run."""
+        return lambda: None
 
     def shallow_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments | None:
         """The same arguments in a shallow call; None if the call has to be whole."""

@@ -75,6 +75,18 @@ def steps(is_skipped: Sequence[bool], ran: str, skipped: str) -> np.ndarray:
     return np.asarray(canvas)
 
 
+def stacked(*pictures: np.ndarray) -> np.ndarray:
+    """Pictures below each other."""
+    width = max(picture.shape[1] for picture in pictures)
+    height = sum(picture.shape[0] + _MARGIN for picture in pictures) - _MARGIN
+    canvas, _ = _canvas(width, height)
+    top = 0
+    for picture in pictures:
+        canvas.paste(Image.fromarray(picture), (0, top))
+        top += picture.shape[0] + _MARGIN
+    return np.asarray(canvas)
+
+
 @dataclass(frozen=True)
 class Column:
     """A column of :func:`bars`.

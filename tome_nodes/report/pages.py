@@ -76,7 +76,7 @@ def report_of(
     if recording is None or not recording.levels:
         drawn = drawing.page("ToMe Report", lines, _steps(counts))
     elif view == CHART:
-        drawn = _chart(recording)
+        drawn = _chart(recording, counts)
     else:
         drawn = _map(recording, counts.total_steps, level, step, frame, pictures)
     return Page(drawn, "\n".join(lines))
@@ -225,7 +225,7 @@ def _absent(name: str, value: int, there: Iterable[int]) -> np.ndarray:
     return drawing.page(f"There is no merge map of {name} {value}", [hint])
 
 
-def _chart(recording: Recording) -> np.ndarray:
+def _chart(recording: Recording, counts: Counts) -> np.ndarray:
     names = [name.replace(".transformer_blocks", "") for name in recording.blocks]
     blocks = [*recording.blocks.values()]
     is_merged = [block.after < block.before for block in blocks]
@@ -238,4 +238,6 @@ def _chart(recording: Recording) -> np.ndarray:
     if len(times) == len(blocks):
         columns += [drawing.Column("mean, ms", times, [f"{time:.3g}" for time in times])]
     line = "The fewest tokens that each block ran on, and how long it took. Orange blocks merged."
-    return drawing.page("Chart", [line], drawing.bars(names, columns, is_merged))
+    steps, bars = _steps(counts), drawing.bars(names, columns, is_merged)
+    drawn = bars if steps is None else drawing.stacked(steps, bars)
+    return drawing.page("Chart", [line], drawn)

@@ -185,8 +185,8 @@ class ToMeConfig:
     forecast: bool = _advanced(
         False,
         text="Skip the model in some steps, as many as ratio says, and forecast its output there "
-        "from its last two. In a UNet, its first and last blocks still run in these steps, and "
-        "only what the others gave is kept. In a transformer, nothing merges then.",
+        "from its last two. In a UNet, these steps are shallow: its first and last blocks still "
+        "run, and only what the others gave is kept. In a transformer, nothing merges then.",
         more="Which steps these are, the page says below.",
     )
 

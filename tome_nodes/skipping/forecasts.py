@@ -339,7 +339,7 @@ class Forecasts(Skipping):
         elif step.index in running:
             return False
         elif torch.is_grad_enabled():
-            why = reasons.FORECAST_GRADIENTS
+            why = reasons.GRADIENTS
         elif not step.is_active:
             why = reasons.FORECAST_PERCENTS
         elif self._noise_rises:

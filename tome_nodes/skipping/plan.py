@@ -1,14 +1,13 @@
-"""Which evaluations of a sampling run are whole, decided before it begins.
+"""Which evaluations of a sampling run are whole, decided before any is shallow.
 
 The others are shallow: only the outermost blocks of the UNet run, on the true noisy latent, and
 what comes up from the others goes on from the last whole evaluations (DeepCache, arXiv 2312.00858).
 All constants are from benchmarks/FIDELITY.md.
 """
 
-import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import groupby
-from math import comb
+from math import comb, floor
 
 FIRST = 2
 """So many evaluations at the start are always whole."""
@@ -119,8 +118,7 @@ def _is_coarse(levels: Sequence[float], index: int = -1) -> bool:
 def _spread(total: int, shallow: int, first: int, order: int) -> Iterable[int]:
     """The others of ``total`` evaluations, from 0, so many of which are shallow.
 
-    None is before the first ones. What is left out before another one grows with its number, to the
-    power of ``order``.
+    The first ones are whole. After them, gaps grow with their number to the power of ``order`` - 1.
     """
     whole = total - shallow
 
@@ -133,7 +131,7 @@ def _spread(total: int, shallow: int, first: int, order: int) -> Iterable[int]:
 
 def shortest(ratio: float) -> int:
     """The smallest number of evaluations of which some are shallow; ``ratio`` is above 0."""
-    return LEAST + 1 + math.floor(0.5 / min(1.0, _SHARE * ratio))
+    return LEAST + 1 + floor(0.5 / min(1.0, _SHARE * ratio))
 
 
 def swings(sampler: str, levels: Sequence[float]) -> bool:

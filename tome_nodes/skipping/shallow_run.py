@@ -29,7 +29,7 @@ class ShallowRun(Skipping):
     Several threads may call the model in one evaluation.
 
     Attributes:
-        is_shallow: whether the current evaluation is shallow where all that it needs is kept.
+        is_shallow: whether the current evaluation is shallow, as long as all that it needs is kept.
     """
 
     nothing_skipped = "no step was shallow"
@@ -112,7 +112,7 @@ class ShallowRun(Skipping):
             run is whole.
         """
         if self.obstacle is None and torch.is_grad_enabled():
-            self.obstacle = reasons.FORECAST_GRADIENTS
+            super().stop(reasons.GRADIENTS)
         if self.obstacle is not None or shape[0] % len(names):
             return None
         keys: list[Hashable] = []
@@ -125,17 +125,22 @@ class ShallowRun(Skipping):
 
     def given(self, keys: Sequence[Hashable]) -> Tensor | None:
         """What takes the place of what would come up in a call; None if the call is whole."""
+        if not self.is_shallow:
+            return None
         with self._lock:
-            return self._features.at(keys, self._place) if self.is_shallow else None
+            given = self._features.at(keys, self._place)
+        # Else one prompt would be shallow and another whole until all are whole again.
+        self.is_shallow = given is not None
+        return given
 
     def keep(self, keys: Sequence[Hashable], came: Tensor | None) -> None:
-        """Keep what came up in a whole call that has ended well, if all of its evaluation are.
+        """Keep what came up in a whole call that has ended well.
 
         Nothing came up if other code ran in place of the deep blocks.
         """
         if came is None:
             self._why_whole = reasons.NOT_CALLED
-        elif not self.is_shallow and self.obstacle is None:
+        elif self.obstacle is None:
             with self._lock:
                 self._features.keep(keys, self._place, came)
 
