@@ -485,3 +485,19 @@ def test_a_compiled_model_has_a_graph_for_whole_steps_and_one_for_shallow_steps(
         assert relative_error(run(each, 8, kind), wanted) < 1e-5
     assert len(shallow_of(patched)) == 3
     assert graphs.frame_count == 3
+
+
+@pytest.mark.newest_only
+def test_another_size_has_two_more_graphs_and_the_first_keeps_its_own(models, fresh_compiler):
+    """Where tokens merge, each size has a graph of its own for whole steps, too."""
+    plain, config, graphs, counts = models("one_level"), fast(), Graphs(), []
+    patched = attach(compiled(plain.clone(), backend=graphs), config)
+    for size in (32, 32), (40, 48), (32, 32):
+        expected, actual = (
+            sample(model, KINDS["one_level"], size, steps=6)
+            for model in (attach(plain, config), patched)
+        )
+        assert relative_error(actual, expected) < 1e-5
+        assert len(shallow_of(patched)) == 1
+        counts.append(graphs.frame_count)
+    assert counts == [2, 4, 4]
