@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from tome_nodes.skipping.features import FIRST_SHARE, Features
 from tome_nodes.skipping.plan import (
+    FINISHED,
     FIRST,
     FORMING,
     LEAST,
-    LONG,
     adds_noise,
     leaves_grain,
     shortest,
@@ -144,14 +144,14 @@ ENDS = st.sampled_from([3.0, 7.0])
 @given(RATIOS, st.integers(0, 200), st.sampled_from([-5.3, 0.0]), ENDS)
 def test_a_plan_of_any_length_begins_whole_and_its_gaps_grow(ratio, count, begins, ends):
     asked = levels(count, begins, ends)
-    if count > LEAST and ends > LONG:
+    if count > LEAST and ends > FINISHED:
         asked[-1] += 3.0 * (begins + ends)
     whole = sorted(whole_evaluations(ratio, asked))
     assert whole[:FIRST] == [*range(min(FIRST, count))]
     assert all(index < count for index in whole)
     if count <= LEAST or ratio == 0:
         assert whole == [*range(count)]
-    if ends < LONG and count:
+    if ends < FINISHED and count:
         count = whole.pop()
     gaps = [after - before for before, after in pairwise([*whole, count])]
     # To whole numbers, a gap may be one less than the one before.

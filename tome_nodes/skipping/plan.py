@@ -34,10 +34,11 @@ COARSE = 1.5
 """A step is coarse where that logarithm grows by so many times the mean of the run in it. Under the
 scheduler exponential, none is; under karras, only the last ones of a run from noise."""
 
-LONG = 4.0
-"""Where the last step begins below this, it changes much of the picture, so it is whole. Of the
-steps before it, the last that begins below this paints what is fine, if it is coarse or if the last
-step is so long: shallow, it would leave grain of the noise that a sampler adds."""
+FINISHED = 4.0
+"""At this logarithm of signal to noise, a picture is all but finished. Where the last step begins
+below it, it changes much of the picture, so it is whole. Of the steps before it, the last that
+begins below this paints what is fine, if it is coarse or if the last step is so long: shallow, it
+would leave grain of the noise that a sampler adds."""
 
 LEAST_OF_THREE = 16
 """So many evaluations a run needs to have shallow ones where its sampler swings, see
@@ -63,8 +64,8 @@ def whole_evaluations(
     In noise without a picture, below :data:`BLANK`, features hardly change, so most of the
     evaluations there are shallow before any other is.
 
-    The step that paints what is fine, see :data:`LONG`, is whole besides if it would leave grain,
-    unless it is the only shallow one.
+    The step that paints what is fine, see :data:`FINISHED`, is whole besides if it would leave
+    grain, unless it is the only shallow one.
 
     Args:
         ratio: the share of the tokens to merge, and of the evaluations to make shallow.
@@ -78,7 +79,7 @@ def whole_evaluations(
     blank = sum(level < BLANK for level in levels)
     of_blank = min(shallow, max(0, blank - FORMING))
     begin = {*range(blank)} - {*range(FORMING, FORMING + of_blank)}
-    end = {total - 1} if levels[-1] < LONG and blank < total else set[int]()
+    end = {total - 1} if levels[-1] < FINISHED and blank < total else set[int]()
     rest = total - blank - len(end)
     of_rest = min(shallow - of_blank, max(0, rest - LEAST + len(end)))
     is_even = levels[0] > BEGUN and _is_coarse(levels)
@@ -99,10 +100,10 @@ def _last_of_steps(whole: Collection[int], levels: Sequence[float]) -> Iterator[
 
 
 def _last_that_paints(levels: Sequence[float]) -> set[int]:
-    """The last evaluation before the last step that paints what is fine, see :data:`LONG`."""
-    limit = min(LONG, levels[-1])
+    """The last evaluation before the last step that paints what is fine, see :data:`FINISHED`."""
+    limit = min(FINISHED, levels[-1])
     last = max((index for index, level in enumerate(levels) if level < limit), default=-1)
-    is_long = levels[-1] < LONG or _is_coarse(levels, last + 1)
+    is_long = levels[-1] < FINISHED or _is_coarse(levels, last + 1)
     return {last} if last >= 0 and is_long else set()
 
 
