@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import comfy.hooks
 import pytest
 import torch
 from comfyui_version import __version__
@@ -43,14 +44,26 @@ def ending_control(prompt):
     )
 
 
+def weakening_lora(prompt):
+    """As ComfyUI's hook keyframes do, by the percent."""
+    hooks = comfy.hooks.create_hook_lora({}, 1.0, 1.0)
+    keyframes = comfy.hooks.HookKeyframeGroup()
+    for strength, percent in (1.0, 0.0), (0.2, 0.5):
+        keyframes.add(comfy.hooks.HookKeyframe(strength=strength, start_percent=percent))
+    hooks.set_keyframes_on_hooks(keyframes)
+    (hooked,) = comfy.hooks.set_conds_props([prompt], 1.0, "default", hooks=hooks)
+    return hooked
+
+
 @pytest.mark.parametrize(
     ("patch", "prompt"),
     [
         (deep_shrink, list),
+        (None, weakening_lora),
         (None, ending_control),
         (None, lambda prompt: [*prompt, *extended(prompt, end_percent=0.5)]),
     ],
-    ids=["Deep Shrink", "ControlNet", "second prompt"],
+    ids=["Deep Shrink", "hooked LoRA", "ControlNet", "second prompt"],
 )
 def test_the_step_in_which_something_ends_is_whole(sd15, patch, prompt):
     model = sd15 if patch is None else patch(sd15)
