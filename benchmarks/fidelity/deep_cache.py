@@ -5,7 +5,7 @@ python3 dev.py bench --deep-cache [--samplers euler ...] [--steps 20 ...]
 Eight scenes of *stickers* with 32x32 tokens are painted at guidance 5. Nothing merges, and ours
 gets a ratio at which as many steps are whole as with DeepCache. Errors are over pixels, from the
 run of all steps. Results are kept in benchmarks/results/deep-cache.json. The package is fetched
-into ``demo/`` and not installed. It takes half an hour on one thread.
+into ``demo/`` and not installed. It takes a few minutes on one thread.
 """
 
 import argparse
