@@ -110,7 +110,7 @@ VIEW = Option(
         "the picture as it is. Without, the colours only tell groups apart, and what was not "
         "merged is dark.",
         CHART: "For each block, the fewest tokens that it ran on, and how long it took on "
-        "average. Blocks that merged are orange.",
+        "average. Blocks that merged are orange. If steps were skipped, a row above shows which.",
     },
     text="What to draw: merge map is each group of merged tokens in one colour in one step, chart "
     "the tokens and the time of each block.",
