@@ -151,8 +151,8 @@ def test_with_its_own_deep_features_a_shallow_call_is_the_whole_one(
         # A UNet takes them out of the lists.
         return {name: each[:] if isinstance(each, list) else each for name, each in added.items()}
 
-    def twice(self, evaluate, evaluation, deep):
-        answer, came = watched(self, evaluate, evaluation, deep)
+    def twice(self, evaluate, evaluation, deep, *others):
+        answer, came = watched(self, evaluate, evaluation, deep, *others)
         args, kwargs = DiffusersUNets().shallow_arguments(
             evaluate.args, {**evaluate.keywords, **again()}
         )
@@ -540,6 +540,16 @@ def test_a_loop_by_hand_over_the_unet_of_a_pipeline_ends_by_itself(case, log_mes
     assert numbers() < before + MAY_STAY
 
 
+@pytest.mark.parametrize("name", ["Euler, karras", "Euler"])
+def test_a_second_pipeline_of_another_scheduler_has_one_run(name, log_messages):
+    """What was patched knows nothing of its scheduler."""
+    case, other = of("Euler"), of(name)
+    other.pipeline.unet = case.network
+    tome_nodes.apply_patch(case.pipeline, 0.6, preset="fast")
+    other(STEPS)
+    assert f"/{STEPS} steps" in log_messages()[-1]
+
+
 def test_a_latent_of_another_size_begins_a_run():
     unet = make_unet()
     seen = watch(unet)
@@ -548,3 +558,15 @@ def test_a_latent_of_another_size_begins_a_run():
     del seen[:]
     by_hand(unet, range(451, 0, -50), noise(2, 4, 24, 24))
     assert whole_of(seen)[:3] == [0, 1, 2]
+
+
+def test_parts_of_several_sizes_are_one_run():
+    config = ToMeConfig(forecast=True)
+    kept = UNetRun(config, Span(config, float), Scheduling(), 1000)
+    sizes = [(8, 8), (8, 12)]
+    for size in sizes:
+        kept.begin(noise(1, 4, *size), 951.0, None)
+    for size in [*sizes, (12, 12)]:
+        assert kept.takes(noise(1, 4, *size), 901.0) == (size in sizes)
+        # Other parts of the same evaluation.
+        assert kept.takes(noise(1, 4, *size), 951.0)

@@ -232,9 +232,13 @@ def test_without_memory_for_features_a_run_goes_on_whole(host, monkeypatch, log_
     def full(*_):
         raise torch.OutOfMemoryError("no room")
 
-    with monkeypatch.context() as patch:
+    calls = []
+    count = host.network.register_forward_hook(lambda *_: calls.append(None))
+    with monkeypatch.context() as patch, count:
         patch.setattr(Features, "keep", full)
         assert goes_on_whole(host, log_messages) == (set(), f"[ToMe] {reasons.NO_MEMORY}")
+    # The answer is there, so the model does not run again.
+    assert len(calls) == STEPS
     assert host.skipped(STEPS)[0] == shallow
     assert torch.equal(host(STEPS), expected)
 
@@ -256,20 +260,27 @@ def test_without_memory_in_a_shallow_step_a_run_goes_on_whole(host, log_messages
 
 
 @in_each
-def test_where_memory_is_short_features_go_before_merging(host, break_stage, log_messages):
+@pytest.mark.parametrize("evaluation", [1, 2])
+def test_where_memory_is_short_features_go_before_merging(
+    host, break_stage, log_messages, evaluation
+):
+    """There are none in the first evaluation, so merging stops, and steps are shallow."""
     host.needs("shallow steps")
     options = merging("module")
     host.patch(**options)
-    expected = host(STEPS)
+    counted = break_stage("merge", None, call=0)
+    merged = host(STEPS)
     host.patch(**options, forecast=True)
-    assert host.skipped(STEPS)[0]
+    shallow, _ = host.skipped(STEPS)
     before = len(log_messages())
-    calls = break_stage("merge", torch.OutOfMemoryError("no room"))
-    assert torch.equal(host(STEPS), expected) and calls
+    call = (evaluation - 1) * len(counted) // STEPS + 1
+    break_stage("merge", torch.OutOfMemoryError("no room"), call)
+    left, latent = host.skipped(STEPS)
+    gone = "merging" if evaluation == 1 else "shallow steps"
     said = f"[ToMe] {reasons.NO_MEMORY}; the rest of this run goes on without"
-    assert [line for line in log_messages()[before:] if line.startswith(said)] == [
-        f"{said} shallow steps"
-    ]
+    assert [line for line in log_messages()[before:] if line.startswith(said)] == [f"{said} {gone}"]
+    assert left == (shallow if evaluation == 1 else set())
+    assert torch.equal(latent, merged) == (evaluation == 2)
 
 
 @in_each

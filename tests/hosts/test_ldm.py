@@ -4,6 +4,7 @@ import pytest
 import torch
 from common import (
     input_lengths,
+    planned,
     relative_error,
     theirs_and_ours,
 )
@@ -78,3 +79,23 @@ def test_with_its_own_deep_features_a_shallow_call_is_the_whole_one():
     deep.end(begun)
     # What a ControlNet adds to the skips of all blocks would not fit.
     assert LdmUNets().shallow_arguments((sample, 500), {"control": [came]}) is None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_prompt_without_control_is_shallow_beside_one_with(is_first):
+    """As in the guess mode of ControlNet, which calls the model for each."""
+    unet, (latent, text) = make_model().model.diffusion_model, inputs()
+    ran, whole = [], {True: [], False: []}
+    unet.middle_block[0].in_layers[0].register_forward_hook(lambda *_: ran.append(None))
+    tome_nodes.apply_patch(unet, 0.6, preset="fast")
+    for timestep in range(951, 0, -50):
+        answers = []
+        for has_control in (is_first, not is_first):
+            ran.clear()
+            given = {"control": [torch.ones(1)]} if has_control else {}
+            answers.append(unet(latent, torch.full((2,), timestep), context=text, **given))
+            whole[has_control].append(bool(ran))
+        latent = latent - 0.05 * sum(answers)
+    assert all(whole[True])
+    assert whole[False].count(False) == 20 - len(planned(20))

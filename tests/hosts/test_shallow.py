@@ -14,7 +14,7 @@ from compatibility import table
 from compatibility.neighbours import ALL, BY_NAME
 from compatibility.table import alone, model_of
 from host import compiled, fast, no_free_memory, overridden, preset
-from models.comfyui import KINDS, UNETS, conditioning, sample
+from models.comfyui import KINDS, UNETS, build, conditioning, sample
 from test_kjnodes_compile import Compiled, Graphs
 
 from benchmarks.patches import Control
@@ -63,8 +63,8 @@ def gaps(monkeypatch):
         seen.append((conditions["control"], options))
         return evaluate(self, model, shape, conditions, t, options, call)
 
-    def twice(self, call, evaluation, deep):
-        answer, came = watched(self, call, evaluation, deep)
+    def twice(self, call, evaluation, deep, *others):
+        answer, came = watched(self, call, evaluation, deep, *others)
         control, options = seen[-1]
         blocks = len(self.model.model.output_blocks)
         own = partial(call, shallow_options(options, blocks), shallow_control(control, blocks))
@@ -304,6 +304,26 @@ def test_two_prompts_of_an_area_keep_their_own_features(sdxl):
     ]
     assert 11 in PLANNED
     assert relative_error(*results) < 1e-5
+
+
+def test_a_prompt_has_features_of_its_own_in_each_of_two_models(sdxl):
+    """As where another node guides by a worse model for a part of the run."""
+    other = build(KINDS["sdxl"]).model
+    for parameter in other.diffusion_model.parameters():
+        parameter.data.mul_(1.1)
+    calls = []
+
+    def guided(executor, model, conds, *args):
+        calls.append(None)
+        if len(calls) <= 11:
+            other.current_patcher = model.current_patcher
+            executor(other, conds, *args)
+        return executor(model, conds, *args)
+
+    both = attach(sdxl, fast())
+    both.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, "guided", guided)
+    assert 11 in PLANNED
+    assert torch.equal(run(both), run(attach(sdxl, fast())))
 
 
 def test_a_prompt_that_comes_back_makes_both_whole(sdxl, monkeypatch):

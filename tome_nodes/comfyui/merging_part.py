@@ -165,7 +165,8 @@ class MergingPart:
                 control = shallow_control(conditions["control"], blocks)
                 own = partial(call, shallow_options(options, blocks), control)
                 return model_run.evaluate_shallow(own, evaluation, deep, given)
-            answer, came = model_run.evaluate_watched(call, evaluation, deep)
+            may_free = shallow.shallow_run.keeps_features
+            answer, came = model_run.evaluate_watched(call, evaluation, deep, may_free)
             shallow.shallow_run.keep(keys, came)
             return answer
         except InterruptProcessingException:

@@ -1,8 +1,8 @@
 """The part of a sampling run in ComfyUI that makes some evaluations of a UNet shallow.
 
-Which evaluations are whole is planned before any is not. In the others, only the first input block
-and the last output block run, and what comes up from the blocks between goes on from the last whole
-evaluations.
+Which evaluations are whole is planned before the first shallow one. In the others, only the first
+input block and the last output block run, and what comes up from the blocks between goes on from
+the last whole evaluations.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence

@@ -67,7 +67,7 @@ class ModelRun:
         self._engines: dict[tuple[torch.device, torch.dtype, bool], Engine] = {}
 
     def evaluate(
-        self, call: Callable[[], Answer], evaluation: Evaluation, raises_memory: bool = False
+        self, call: Callable[[], Answer], evaluation: Evaluation, may_free: bool = False
     ) -> Answer:
         """The answer of a model that merges tokens; that of the plain model if merging fails.
 
@@ -78,7 +78,7 @@ class ModelRun:
         Args:
             call: evaluates the model.
             evaluation: what merging has to know.
-            raises_memory: raise if there is too little memory, as the caller can free some first.
+            may_free: if there is too little memory, raise the error, as the caller can free some.
         """
         # Each attempt is an evaluation of its own.
         attempt, may_compile = replace(evaluation), self.may_compile
@@ -97,11 +97,11 @@ class ModelRun:
             else:
                 has_merged = attempt.merges and bool(self.model.overridden_blocks(attempt))
                 why = why_stopped(error, self.model.model) if has_merged else None
-                if why is None or (raises_memory and why == reasons.NO_MEMORY):
+                if why is None or (may_free and why == reasons.NO_MEMORY):
                     raise
         # Not in the except block, where the traceback keeps the tensors of the evaluation.
         if why is None:
-            return self.evaluate(call, evaluation, raises_memory)
+            return self.evaluate(call, evaluation, may_free)
         self.stopped = why
         try:
             answer = self.evaluate(call, evaluation)
@@ -112,15 +112,16 @@ class ModelRun:
         return answer
 
     def evaluate_watched(
-        self, call: Callable[[], Answer], evaluation: Evaluation, deep: DeepBlocks
+        self,
+        call: Callable[[], Answer],
+        evaluation: Evaluation,
+        deep: DeepBlocks,
+        may_free: bool = False,
     ) -> tuple[Answer, Tensor | None]:
-        """The same, and what came up from the deep blocks; see :attr:`DeepBlocks.came`.
-
-        It raises if there is too little memory: what is kept for shallow evaluations goes first.
-        """
+        """The same, and what came up from the deep blocks; see :attr:`DeepBlocks.came`."""
         before = self.begin_deep(deep, None)
         try:
-            return self.evaluate(call, evaluation, raises_memory=True), deep.came
+            return self.evaluate(call, evaluation, may_free), deep.came
         finally:
             self.end_deep(deep, before)
 
@@ -129,11 +130,12 @@ class ModelRun:
     ) -> Answer:
         """The same of a model whose deep blocks do not run.
 
-        ``given`` takes the place of what would come up from them.
+        ``given`` takes the place of what would come up from them. If there is too little memory,
+        the error is raised, as the caller can free what it keeps of features.
         """
         shallow = replace(evaluation, left_out=deep.modules)
         own = partial(self._without, deep, given, call)
-        return self.evaluate(own, shallow, raises_memory=True)
+        return self.evaluate(own, shallow, may_free=True)
 
     def _without(self, deep: DeepBlocks, given: Tensor, call: Callable[[], Answer]) -> Answer:
         """The answer of a model whose deep blocks do not run."""

@@ -174,9 +174,8 @@ class DiffusersUNets(UNetHost):
 
     def strengths(self, unet: nn.Module) -> Callable[[], Hashable]:
         # Once for a run, as it visits every module.
-        parts = map(vars, unet.modules())
-        own = [part for part in parts if "scaling" in part or isinstance(part.get("scale"), list)]
-        return lambda: str([[part.get(name) for name in _STRENGTHS] for part in own])
+        adapters = [part for part in map(vars, unet.modules()) if _is_adapter(part)]
+        return lambda: hash(str([[part.get(name) for name in _STRENGTHS] for part in adapters]))
 
     def shallow_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments | None:
         """The same, but nothing is added to blocks that are left out."""
@@ -189,6 +188,16 @@ class DiffusersUNets(UNetHost):
             # A ControlNet adds the first of them to what the outermost block gets.
             nothing[_CONTROL[0]] = [down[0], *nothing[_CONTROL[0]][1:]]
         return args, {**kwargs, **nothing}
+
+
+def _is_adapter(part: Mapping[str, Any]) -> bool:
+    """Whether a module with these attributes has strengths that are numbers.
+
+    Where LoRAs are swapped in place, they are tensors, and to read those would wait for the GPU.
+    """
+    scaling = part.get("scaling", {})
+    has_numbers = scaling and not any(isinstance(each, Tensor) for each in scaling.values())
+    return has_numbers or isinstance(part.get("scale"), list)
 
 
 def _skips(block: Any) -> int:

@@ -115,7 +115,6 @@ class MergingCalls(PatchedCalls):
         may_be_shallow = config.forecast and config.ratio > 0
         self._deep = unets.deep_blocks(unet) if may_be_shallow else None
         self._run: UNetRun | None = None
-        self._strengths: Callable[[], Hashable] = tuple
         self._ranks = Ranks(unet)
 
     @skip
@@ -152,7 +151,7 @@ class MergingCalls(PatchedCalls):
             if given is not None and call.outside is not None:
                 own = partial(forward, *call.outside[0], **call.outside[1])
                 return merging.evaluate_shallow(own, evaluation, deep, given)
-            answer, came = merging.evaluate_watched(whole, evaluation, deep)
+            answer, came = merging.evaluate_watched(whole, evaluation, deep, self._may_free())
             self._keep(call.keys, came)
             return answer
         except Exception as error:
@@ -220,15 +219,15 @@ class MergingCalls(PatchedCalls):
         )
         if run is None:
             return _Call(evaluation)
-        keys = run.shallow.keys_of([0], sample.shape, sample.device)
+        keys, outside = run.shallow.keys_of([0], sample.shape, sample.device), None
+        if keys is not None and run.shallow.is_shallow:
+            outside = self._unets.shallow_arguments(args, kwargs)
+            # Others of the evaluation are shallow, so nothing is kept of one that has to be whole.
+            keys = None if outside is None else keys
         if keys is None:
             # Before every call, all ranks are asked.
             self._ranks.agree(False)
-            return _Call(evaluation)
-        is_shallow = run.shallow.is_shallow
-        return _Call(
-            evaluation, keys, self._unets.shallow_arguments(args, kwargs) if is_shallow else None
-        )
+        return _Call(evaluation, keys, outside)
 
     def _obstacle(self) -> reasons.Reason | None:
         """Why the UNet cannot merge tokens in its current state, None if it can."""
@@ -245,8 +244,8 @@ class MergingCalls(PatchedCalls):
             self.end_run()
             run = self._run = UNetRun(self._config, self._span, self._scheduling, self._levels)
             run.shallow.obstacle = self._unets.whole_only(self.network)
-            self._strengths = self._unets.strengths(self.network)
-        run.begin(sample, timestep, (conditions, self._strengths()))
+            run.strengths = self._unets.strengths(self.network)
+        run.begin(sample, timestep, (conditions, run.strengths()))
         return run
 
     @torch.compiler.disable
@@ -261,6 +260,10 @@ class MergingCalls(PatchedCalls):
         if given is not None:
             run.shallow.run_whole(reasons.OTHER_RANKS)
         return None
+
+    @torch.compiler.disable
+    def _may_free(self) -> bool:
+        return self._run is not None and self._run.shallow.keeps_features
 
     @torch.compiler.disable
     def _keep(self, keys: Sequence[Hashable], came: Tensor | None) -> None:

@@ -23,12 +23,6 @@ class Scheduling:
         return type(self), (None, self.scheduler)
 
     @property
-    def is_set(self) -> bool:
-        """Whether the scheduler got timesteps since the last run ended, as for a new one."""
-        # Each run has a tensor of its own.
-        return self._current_timesteps is not self._timesteps
-
-    @property
     def pipeline(self) -> Any:
         """The pipeline; None if there is none any more."""
         return None if self._pipeline is None else self._pipeline()
@@ -46,9 +40,10 @@ class Scheduling:
         # Where a scheduler counts steps, it has one by the end of a run.
         if getattr(self.scheduler, "step_index", 0) is None:
             return False
-        is_set, self._timesteps = self.is_set, self._current_timesteps
+        before, self._timesteps = self._timesteps, self._current_timesteps
         was_called, self.is_called = self.is_called, False
-        return is_set and not was_called
+        # Each run has a tensor of its own.
+        return self._timesteps is not before and not was_called
 
     @property
     def _current_timesteps(self) -> Any:

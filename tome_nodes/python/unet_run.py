@@ -7,7 +7,7 @@ estimated.
 """
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -53,6 +53,7 @@ class UNetRun:
         shallow: decides which of them are shallow.
         counts: counts what is done in it.
         is_known: whether the scheduler has the timesteps so far, and so those that follow.
+        strengths: reads how strongly each adapter acts.
     """
 
     def __init__(self, config: ToMeConfig, span: Span, scheduling: Scheduling, levels: int):
@@ -62,6 +63,7 @@ class UNetRun:
         """
         self.counts = Counts()
         self.is_known = False
+        self.strengths: Callable[[], Hashable] = lambda: None
         self._scheduling = scheduling
         self._scheduler = scheduling.scheduler
         self._given = getattr(self._scheduler, "timesteps", None)
@@ -108,15 +110,15 @@ class UNetRun:
             timestep: of the call.
             conditions: everything besides the latent and the timestep that decides the answer.
         """
+        # Parts of a picture may have several sizes.
+        self._sizes.add(sample.shape[-2:])
         if self._times and self._is_latest(timestep):
-            self._sizes.add(sample.shape[-2:])
             self._see(conditions)
             return
         before = self._gap
         if self._times:
             self._gap = self._times[-1] - timestep
         self._times.append(timestep)
-        self._sizes = {sample.shape[-2:]}
         self._before, self._conditions = self._conditions, []
         run = self.sampling_run
         run.begin(run.index + 1, timestep)
@@ -141,11 +143,17 @@ class UNetRun:
             return False
         if self.is_known:
             return self.sampling_run.index >= self._count - 1
-        if self._scheduling.is_set:
-            # Its pipeline ends the run.
+        if self._scheduler is not None and not self._falls_evenly:
+            # Where the timesteps end cannot be told; a pipeline ends its run.
             return False
         # The next timestep would be below 0. The last one of some spacings is 0.
         return self._times[-1] < (1 - _ROUNDING) * self._gap
+
+    @property
+    def _falls_evenly(self) -> bool:
+        """Whether timesteps have fallen by the same number each, but for rounding."""
+        gaps = [before - after for before, after in pairwise(self._times)]
+        return bool(gaps) and max(gaps) - min(gaps) <= 1 + _CLOSE
 
     @property
     def is_over(self) -> bool:

@@ -44,6 +44,10 @@ class Features:
         self._kept: dict[Hashable, _Kept] = {}
         self._last = 0.0
 
+    def __bool__(self) -> bool:
+        """Whether any are kept."""
+        return bool(self._kept)
+
     def keep(self, keys: Sequence[Hashable], place: float, features: Tensor) -> None:
         """Keep those of a whole evaluation.
 

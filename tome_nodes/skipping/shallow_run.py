@@ -124,14 +124,20 @@ class ShallowRun(Skipping):
         return keys
 
     def given(self, keys: Sequence[Hashable]) -> Tensor | None:
-        """What takes the place of what would come up in a call; None if the call is whole."""
-        if not self.is_shallow:
-            return None
+        """What takes the place of what would come up in a call; None if the call is whole.
+
+        Then the rest of the evaluation is whole, too.
+        """
         with self._lock:
-            given = self._features.at(keys, self._place)
-        # Else one prompt would be shallow and another whole until all are whole again.
-        self.is_shallow = given is not None
+            given = self._features.at(keys, self._place) if self.is_shallow else None
+            # Else a prompt that comes back would stay whole beside the others, which are shallow.
+            self.is_shallow = given is not None
         return given
+
+    @property
+    def keeps_features(self) -> bool:
+        """Whether any features are kept."""
+        return bool(self._features)
 
     def keep(self, keys: Sequence[Hashable], came: Tensor | None) -> None:
         """Keep what came up in a whole call that has ended well.
