@@ -509,7 +509,7 @@ def test_a_compiled_model_has_a_graph_for_whole_steps_and_one_for_shallow_steps(
 
 @pytest.mark.newest_only
 def test_another_size_has_two_more_graphs_and_the_first_keeps_its_own(models, fresh_compiler):
-    """Where tokens merge, each size has a graph of its own for whole steps, too."""
+    """Without Triton's kernels, each size has a graph of its own for whole steps, too."""
     plain, config, graphs, counts = models("one_level"), fast(), Graphs(), []
     patched = attach(compiled(plain.clone(), backend=graphs), config)
     for size in (32, 32), (40, 48), (32, 32):
