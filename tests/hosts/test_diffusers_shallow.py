@@ -531,6 +531,16 @@ def test_the_step_after_a_callback_changed_an_adapter_is_whole(case, add):
     assert whole_of(seen) == sorted({*WHOLE, 10})
 
 
+def test_a_module_with_a_scaling_of_another_kind_is_no_adapter():
+    """Modules of other code may have a number of that name."""
+    unet = make_unet()
+    unet.mid_block.scaling = 0.5
+    seen = watch(unet)
+    tome_nodes.apply_patch(unet, 0.6, preset="fast")
+    by_hand(unet, range(951, 0, -50))
+    assert whole_of(seen) == WHOLE
+
+
 def test_a_loop_by_hand_over_the_unet_of_a_pipeline_ends_by_itself(case, log_messages):
     """The pipeline's scheduler knows nothing of the loop."""
     tome_nodes.apply_patch(case.pipeline, 0.6, preset="fast")

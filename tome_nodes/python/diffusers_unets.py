@@ -195,9 +195,10 @@ def _is_adapter(part: Mapping[str, Any]) -> bool:
 
     Where LoRAs are swapped in place, they are tensors, and to read those would wait for the GPU.
     """
-    scaling = part.get("scaling", {})
-    has_numbers = scaling and not any(isinstance(each, Tensor) for each in scaling.values())
-    return has_numbers or isinstance(part.get("scale"), list)
+    scaling = part.get("scaling")
+    if isinstance(scaling, Mapping):
+        return not any(isinstance(each, Tensor) for each in scaling.values())
+    return isinstance(part.get("scale"), list)
 
 
 def _skips(block: Any) -> int:
