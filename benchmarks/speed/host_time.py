@@ -234,11 +234,15 @@ evaluation; ``blocks``: the blocks that merge.
 """
 
 
-def measure(kind: str, family: str, rounds: int) -> dict[str, Figures]:
-    """The figures of all methods on a UNet with all its modules, and few channels."""
-    loaded = build_class(kind, _thin(family))
-    subject = Subject(loaded, _CONTEXT, PIXELS)
-    compared = _Compared(loaded, _CONTEXT, PIXELS)
+def _subjects(kind: str, family: str) -> tuple[Subject, _Compared]:
+    """A UNet with all its modules, and few channels: to count in, and to time in."""
+    thin = unet_of(family) | {"model_channels": 32, "context_dim": _CONTEXT}
+    loaded = build_class(kind, thin)
+    return Subject(loaded, _CONTEXT, PIXELS), _Compared(loaded, _CONTEXT, PIXELS)
+
+
+def measure(subject: Subject, compared: _Compared, rounds: int) -> dict[str, Figures]:
+    """The figures of all methods on a UNet, see :func:`_subjects`."""
     configs = {name: ToMeConfig(**settings) for name, settings in METHODS.items()}
     patched = {"unpatched": subject.model}
     patched |= {name: attach(subject.model, config) for name, config in configs.items()}
@@ -288,11 +292,8 @@ def measure(kind: str, family: str, rounds: int) -> dict[str, Figures]:
     return figures
 
 
-def measure_shallow(kind: str, family: str, rounds: int) -> dict[str, float]:
+def measure_shallow(subject: Subject, compared: _Compared, rounds: int) -> dict[str, float]:
     """The launches and the milliseconds of a whole and of a shallow evaluation of such a UNet."""
-    loaded = build_class(kind, _thin(family))
-    subject = Subject(loaded, _CONTEXT, PIXELS)
-    compared = _Compared(loaded, _CONTEXT, PIXELS)
     config = ToMeConfig(**SHALLOW)
     patched = attach(subject.model, config)
     calls = [Operators() for _ in range(STEPS)]
@@ -312,11 +313,6 @@ def measure_shallow(kind: str, family: str, rounds: int) -> dict[str, float]:
         "whole_launches": statistics.median(calls[step].count for step in whole),
         "shallow_launches": statistics.median(calls[step].count for step in shallow),
     }
-
-
-def _thin(family: str) -> dict[str, Any]:
-    """The settings of a UNet with all its modules, and few channels."""
-    return unet_of(family) | {"model_channels": 32, "context_dim": _CONTEXT}
 
 
 def goals(results: Mapping[str, Mapping[str, Figures]]) -> dict[str, float]:
@@ -386,8 +382,9 @@ def main() -> int:
     rounds = 1 if arguments.quick else ROUNDS
     with torch.no_grad():
         for name in ["sd15"] if arguments.quick else MODELS:
-            models[name] = measure(*MODELS[name], rounds)
-            shallow[name] = measure_shallow(*MODELS[name], rounds)
+            subjects = _subjects(*MODELS[name])
+            models[name] = measure(*subjects, rounds)
+            shallow[name] = measure_shallow(*subjects, rounds)
     page, other = table(models), shallow_table(shallow)
     say(f"{page}\n\n{other}")
     shares = (each["shallow_launches"] / each["whole_launches"] for each in shallow.values())

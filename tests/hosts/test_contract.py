@@ -269,10 +269,9 @@ def test_a_copy_does_the_same_in_its_own_weights(host, options, copied):
 @pytest.mark.parametrize("way", OFFLOADS)
 def test_offloading(host, way, is_first):
     options = {**MERGES, "forecast": True} if host.is_unet else SKIPS
-    steps = STEPS
-    plain = host(steps)
+    plain = host(STEPS)
     host.patch(**options)
-    expected = host(steps)
+    expected = host(STEPS)
     if is_first:
         host.undo()
     for part in host.network, getattr(host.model, "vae", None):
@@ -282,9 +281,9 @@ def test_offloading(host, way, is_first):
         host.patch(**options)
     if way == "sequential":
         assert {parameter.device.type for parameter in host.network.parameters()} == {"meta"}
-    assert relative_error(host(steps), expected) < ROUNDING
+    assert relative_error(host(STEPS), expected) < ROUNDING
     host.undo()
-    assert relative_error(host(steps), plain) < ROUNDING < relative_error(expected, plain)
+    assert relative_error(host(STEPS), plain) < ROUNDING < relative_error(expected, plain)
 
 
 @in_each

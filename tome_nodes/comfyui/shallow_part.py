@@ -105,7 +105,7 @@ class ShallowPart:
             The keys; None if the call is the plain one, of which nothing is kept.
         """
         sides = options.get("cond_or_uncond") or [0]
-        # Where there are areas, the host has one name for a prompt and the empty other one.
+        # Where there are areas, the host gives both prompts one name.
         uuids = options.get("uuids") or [None] * len(sides)
         names = [(network, self._where, *name) for name in zip(uuids, sides, strict=False)]
         # Another node may call the model for a part of them.

@@ -112,11 +112,7 @@ class ModelRun:
         return answer
 
     def evaluate_watched(
-        self,
-        call: Callable[[], Answer],
-        evaluation: Evaluation,
-        deep: DeepBlocks,
-        may_free: bool = False,
+        self, call: Callable[[], Answer], evaluation: Evaluation, deep: DeepBlocks, may_free: bool
     ) -> tuple[Answer, Tensor | None]:
         """The same, and what came up from the deep blocks; see :attr:`DeepBlocks.came`."""
         before = self.begin_deep(deep, None)

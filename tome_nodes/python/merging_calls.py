@@ -263,6 +263,7 @@ class MergingCalls(PatchedCalls):
 
     @torch.compiler.disable
     def _may_free(self) -> bool:
+        """Whether features are kept, which can be dropped if memory is short."""
         return self._run is not None and self._run.shallow.keeps_features
 
     @torch.compiler.disable

@@ -143,11 +143,10 @@ class UNetRun:
             return False
         if self.is_known:
             return self.sampling_run.index >= self._count - 1
-        if self._scheduler is not None and not self._falls_evenly:
-            # Where the timesteps end cannot be told; a pipeline ends its run.
-            return False
         # The next timestep would be below 0. The last one of some spacings is 0.
-        return self._times[-1] < (1 - _ROUNDING) * self._gap
+        is_low = self._times[-1] < (1 - _ROUNDING) * self._gap
+        # If timesteps fall unevenly, more may follow; a pipeline ends its run.
+        return is_low and (self._scheduler is None or self._falls_evenly)
 
     @property
     def _falls_evenly(self) -> bool:
